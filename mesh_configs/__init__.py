@@ -1,0 +1,1 @@
+"""Deployment files: one mesh per file, named by its topology."""

@@ -1,0 +1,53 @@
+"""The rule by which every operation chooses among its implementations."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def dispatch(
+    op_name: str,
+    implementations: Mapping[str, Callable[..., Any]],
+    default: Sequence[str],
+    implementation: str | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call one implementation of an operation and return its result.
+
+    With `implementation=None` the names in `default` are tried in order; an implementation refuses a case it
+    does not support by raising NotImplementedError, and the next one is tried. An implementation asked for by
+    name is called alone, so its NotImplementedError reaches the caller: there is never a silent substitute.
+
+    Args:
+      op_name: the operation's public name, used in error messages.
+      implementations: all implementations by name.
+      default: names tried, in this order, when none is asked for. An implementation that has never run on its
+        device is left out here and stays available by name.
+      implementation: a name in `implementations`, or None.
+      *args: passed to the implementation.
+      **kwargs: passed to the implementation.
+
+    Raises:
+      ValueError: if `implementation` is not a known name.
+      NotImplementedError: if the implementation asked for, or every default one, refuses the case.
+    """
+    if implementation is not None:
+        if implementation not in implementations:
+            names = ", ".join(repr(name) for name in sorted(implementations))
+            raise ValueError(
+                f"{op_name} has no implementation {implementation!r}; "
+                f"pass one of {names}, or None to let it choose."
+            )
+        return implementations[implementation](*args, **kwargs)
+    refusals: list[str] = []
+    for name in default:
+        try:
+            return implementations[name](*args, **kwargs)
+        except NotImplementedError as refusal:
+            refusals.append(f"{name!r}: {refusal}")
+    reasons = "; ".join(refusals) if refusals else "none is enabled by default"
+    raise NotImplementedError(
+        f"{op_name} has no default implementation for these arguments ({reasons}); "
+        f"pass other arguments, or ask for an implementation by name: "
+        f"{', '.join(repr(name) for name in sorted(implementations))}."
+    )

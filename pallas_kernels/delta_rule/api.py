@@ -1,0 +1,162 @@
+"""Public functions of the gated delta rule.
+
+Per head, with state S [K, V] (Kimi Linear, arXiv 2510.26692):
+
+    S <- diag(exp(log_decay_t)) S;   u = beta_t (v_t - S^T k_t);   S <- S + k_t u^T;   o_t = S^T q_t
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pallas_kernels._dispatch import dispatch
+from pallas_kernels._typing import Array, Float, Int
+from pallas_kernels.delta_rule import reference, xla
+
+_DELTA_RULE: Mapping[str, Callable[..., Any]] = {"reference": reference.delta_rule, "xla": xla.delta_rule}
+_STEP: Mapping[str, Callable[..., Any]] = {"reference": reference.step, "xla": xla.step}
+_SEGMENT_MAP: Mapping[str, Callable[..., Any]] = {"reference": reference.segment_map, "xla": xla.segment_map}
+_DEFAULT = ("xla",)
+
+
+def _expect(op_name: str, name: str, array: Any, shape: tuple[int, ...], axes: str) -> None:
+    if array is not None and tuple(array.shape) != shape:
+        raise ValueError(
+            f"{op_name} got {name} of shape {tuple(array.shape)}, expected {list(shape)} = [{axes}] "
+            f"to go with k and v; reshape or transpose {name}."
+        )
+
+
+def _expect_sequence(op_name: str, k: Any, v: Any) -> tuple[int, int, int, int, int]:
+    if len(k.shape) != 4 or len(v.shape) != 4:
+        raise ValueError(
+            f"{op_name} got k of shape {tuple(k.shape)} and v of shape {tuple(v.shape)}, expected "
+            "[B, T, H, K] and [B, T, H, V]; add the missing axes, or call step for one token without a T axis."
+        )
+    batch, tokens, heads, key_dim = k.shape
+    if tokens < 1:
+        raise ValueError(
+            f"{op_name} got {tokens} tokens, expected at least 1; skip the call for an empty sequence."
+        )
+    return batch, tokens, heads, key_dim, v.shape[-1]
+
+
+def delta_rule(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    log_decay: Float[Array, "B T H K"],
+    beta: Float[Array, "B T H"],
+    initial_state: Float[Array, "B H K V"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    return_boundary_states: bool = False,
+    implementation: str | None = None,
+) -> (
+    tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]
+    | tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Float[Array, "B chunks H K V"]]
+):
+    """Gated delta rule over a sequence: outputs and the state after it.
+
+    Computes in float32, or in float64 if any input is float64. Differentiable in q, k, v, log_decay, beta and
+    initial_state; memory grows linearly with T.
+
+    Args:
+      q: queries, already normalised and scaled (no further scale is applied).
+      k: keys, already normalised to length at most 1 (the recurrence may grow without bound otherwise).
+      v: values.
+      log_decay: natural logarithm of the decay of each key channel, at most 0; there is no lower bound, a
+        decay that underflows is exactly zero.
+      beta: writing strength, between 0 and 1.
+      initial_state: state before the first token; zeros if None.
+      lengths: valid tokens of each row, the rest is right padding: it may hold anything (NaN too), leaves the
+        state untouched and gives o = 0. None: all tokens are valid.
+      segment_ids: packed documents: the state is reset to zero where the id differs from the token before.
+        The first token always continues `initial_state`.
+      return_boundary_states: also return the states on the grid of 64 tokens counted from the first token.
+      implementation: "xla" (chunks of 64 tokens, the default) or "reference" (token by token).
+
+    Returns:
+      o in v's dtype; the final state in the compute dtype; and, if asked for, the state after each full or
+      partial chunk, [B, ceil(T / 64), H, K, V].
+
+    Raises:
+      ValueError: for shapes that do not fit together, T = 0, or an unknown implementation.
+    """
+    batch, tokens, heads, key_dim, value_dim = _expect_sequence("delta_rule", k, v)
+    _expect("delta_rule", "q", q, (batch, tokens, heads, key_dim), "B, T, H, K")
+    _expect("delta_rule", "v", v, (batch, tokens, heads, value_dim), "B, T, H, V")
+    _expect("delta_rule", "log_decay", log_decay, (batch, tokens, heads, key_dim), "B, T, H, K")
+    _expect("delta_rule", "beta", beta, (batch, tokens, heads), "B, T, H")
+    _expect("delta_rule", "initial_state", initial_state, (batch, heads, key_dim, value_dim), "B, H, K, V")
+    _expect("delta_rule", "lengths", lengths, (batch,), "B")
+    _expect("delta_rule", "segment_ids", segment_ids, (batch, tokens), "B, T")
+    return dispatch(
+        "delta_rule",
+        _DELTA_RULE,
+        _DEFAULT,
+        implementation,
+        q,
+        k,
+        v,
+        log_decay,
+        beta,
+        initial_state,
+        lengths,
+        segment_ids,
+        return_boundary_states=return_boundary_states,
+    )
+
+
+def step(
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
+    log_decay: Float[Array, "B H K"],
+    beta: Float[Array, "B H"],
+    state: Float[Array, "B H K V"],
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
+    """Gated delta rule for one token: the output in v's dtype and the state after it in the compute dtype.
+
+    Arguments as in `delta_rule`, without the T axis.
+
+    Raises:
+      ValueError: for shapes that do not fit together, or an unknown implementation.
+    """
+    if len(k.shape) != 3 or len(v.shape) != 3:
+        raise ValueError(
+            f"step got k of shape {tuple(k.shape)} and v of shape {tuple(v.shape)}, expected [B, H, K] and "
+            "[B, H, V]; call delta_rule for a sequence."
+        )
+    batch, heads, key_dim = k.shape
+    value_dim = v.shape[-1]
+    _expect("step", "q", q, (batch, heads, key_dim), "B, H, K")
+    _expect("step", "v", v, (batch, heads, value_dim), "B, H, V")
+    _expect("step", "log_decay", log_decay, (batch, heads, key_dim), "B, H, K")
+    _expect("step", "beta", beta, (batch, heads), "B, H")
+    _expect("step", "state", state, (batch, heads, key_dim, value_dim), "B, H, K, V")
+    return dispatch("step", _STEP, _DEFAULT, implementation, q, k, v, log_decay, beta, state)
+
+
+def segment_map(
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    log_decay: Float[Array, "B T H K"],
+    beta: Float[Array, "B T H"],
+    lengths: Int[Array, " B"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B H K K"], Float[Array, "B H K V"]]:
+    """Affine map of the state over a segment: (M, S) with state_end = M state_start + S.
+
+    Maps compose, so a sequence split over devices needs only their maps to find each device's initial state.
+    Arguments as in `delta_rule`; (M, S) is in the compute dtype.
+
+    Raises:
+      ValueError: for shapes that do not fit together, T = 0, or an unknown implementation.
+    """
+    batch, tokens, heads, key_dim, value_dim = _expect_sequence("segment_map", k, v)
+    _expect("segment_map", "v", v, (batch, tokens, heads, value_dim), "B, T, H, V")
+    _expect("segment_map", "log_decay", log_decay, (batch, tokens, heads, key_dim), "B, T, H, K")
+    _expect("segment_map", "beta", beta, (batch, tokens, heads), "B, T, H")
+    _expect("segment_map", "lengths", lengths, (batch,), "B")
+    return dispatch("segment_map", _SEGMENT_MAP, _DEFAULT, implementation, k, v, log_decay, beta, lengths)

@@ -1,0 +1,30 @@
+"""Named problem sizes of the gated delta rule, shared by tests, benchmarks and compile checks."""
+
+from typing import NamedTuple
+
+CHUNK_SIZE = 64
+"""Tokens per chunk of the chunked form, and the grid of the boundary states."""
+
+
+class DeltaRuleShape(NamedTuple):
+    """Sizes of one call: batch, tokens, heads, key channels, value channels."""
+
+    batch: int
+    tokens: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+SHAPES: dict[str, DeltaRuleShape] = {
+    # What a test can afford.
+    "tiny": DeltaRuleShape(2, 130, 2, 32, 32),
+    # The size at which public CPU implementations were compared.
+    "cpu_comparison": DeltaRuleShape(1, 2048, 4, 128, 128),
+    # One layer of the 48B configuration (32 heads) and of the 2.8T configuration (96 heads).
+    "prefill_48b": DeltaRuleShape(1, 4096, 32, 128, 128),
+    "prefill_2p8t": DeltaRuleShape(1, 8192, 96, 128, 128),
+    # The 2.8T layer with its heads sharded over 8 devices.
+    "prefill_2p8t_heads_over_8": DeltaRuleShape(1, 8192, 12, 128, 128),
+    "decode_2p8t": DeltaRuleShape(64, 1, 96, 128, 128),
+}

@@ -1,0 +1,133 @@
+"""Public functions of index selection."""
+
+from pallas_kernels._dispatch import dispatch
+from pallas_kernels._typing import Array, Float, Int
+from pallas_kernels.index_select import reference, xla
+
+IMPLEMENTATIONS = {"reference": reference.select, "xla": xla.select}
+DEFAULT = ("xla",)
+
+
+def _check(q_index: Array, k_index: Array, weights: Array, rows: Array, name: str) -> None:
+    if k_index.shape[-1] != q_index.shape[-1]:
+        raise ValueError(
+            f"k_index has {k_index.shape[-1]} channels but q_index has {q_index.shape[-1]}; "
+            f"pass keys of the same indexer."
+        )
+    if weights.shape != q_index.shape[:3]:
+        raise ValueError(
+            f"weights have shape {weights.shape}, expected {q_index.shape[:3]}, the batch, queries "
+            f"and heads of q_index; pass one weight per query and head."
+        )
+    if rows.shape[:2] != q_index.shape[:2]:
+        raise ValueError(
+            f"{name} cover {rows.shape[:2]} (batch, queries) but q_index has {q_index.shape[:2]}; "
+            f"pass one entry per query."
+        )
+
+
+def select(
+    q_index: Float[Array, "B Q H D"],
+    k_index: Float[Array, "rows keys channels"],
+    weights: Float[Array, "B Q heads"],
+    query_positions: Int[Array, "batch queries"],
+    top_k: int,
+    page_table: Int[Array, "table pages"] | None = None,
+    axis_name: str | None = None,
+    use_relu: bool = True,
+    implementation: str | None = None,
+) -> Int[Array, "B Q top_k"]:
+    """The `top_k` visible keys with the highest index score, exactly and deterministically.
+
+        score[t, s] = H^-1/2 D^-1/2 sum_h weights[t, h] relu(q[t, h] . k[s])    for s <= query_position[t]
+
+    (the "lightning indexer" of DeepSeek-V3.2 sparse attention). The higher score wins, and of equal scores
+    the lowest index; -0.0 equals 0.0; a NaN score ranks highest. For the same bits of q, k and weights the
+    selected set does not depend on the block sizes, the batch, the other queries, or the number of devices;
+    on CPU by construction, on accelerators as far as their matrix products give an element the same bits in
+    any shape. Not differentiable; see `scores_at`.
+
+    Args:
+      q_index: index queries [B, Q, H, D].
+      k_index: index keys [B, S, D], one per position, shared by the heads; or pages [P, page, D] when
+        `page_table` is given. Any float dtype; scores are computed in float32 (float64 if an input is
+        float64). Keys at positions that no query sees may hold anything, NaN included.
+      weights: head weights [B, Q, H], raw (of any sign, not scaled).
+      query_positions: last visible key of each query [B, Q], global if the keys are sharded; -1 sees no key
+        (a padded row).
+      top_k: number of keys to select; may exceed the number of keys.
+      page_table: page of every `page` consecutive positions [B, pages] int32; of visible keys it must be in
+        0..P-1.
+      axis_name: mesh axis, inside `jax.shard_map`, over which positions are sharded: every device holds the
+        same number of consecutive positions, in the order of the axis, and all other arguments are the same
+        on all.
+      use_relu: whether the products pass the ReLU.
+      implementation: "xla", "reference", or None for the best that supports the case.
+
+    Returns:
+      Global key positions [B, Q, top_k] int32, ascending, -1 after the last; the same on all devices of the
+      axis.
+
+    Raises:
+      ValueError: if the shapes do not fit one another or `top_k` is not positive.
+    """
+    if top_k < 1:
+        raise ValueError(f"top_k is {top_k}, expected a positive number of keys; pass at least 1.")
+    _check(q_index, k_index, weights, query_positions, "query_positions")
+    batch = q_index.shape[0]
+    if page_table is None and k_index.shape[0] != batch:
+        raise ValueError(
+            f"k_index has {k_index.shape[0]} sequences but q_index has {batch}; "
+            f"pass [B, S, D], or pages [P, page, D] with a page_table."
+        )
+    if page_table is not None and page_table.shape[0] != batch:
+        raise ValueError(
+            f"page_table has {page_table.shape[0]} rows but q_index has {batch} sequences; "
+            f"pass one row per sequence."
+        )
+    return dispatch(
+        "index_select",
+        IMPLEMENTATIONS,
+        DEFAULT,
+        implementation,
+        q_index,
+        k_index,
+        weights,
+        query_positions,
+        top_k,
+        page_table,
+        axis_name,
+        use_relu,
+    )
+
+
+def scores_at(
+    q_index: Float[Array, "B Q H D"],
+    k_index: Float[Array, "rows keys channels"],
+    weights: Float[Array, "B Q heads"],
+    indices: Int[Array, "batch queries N"],
+    use_relu: bool = True,
+) -> Float[Array, "B Q N"]:
+    """Index scores of the given keys, differentiable: what the indexer's training loss needs.
+
+    Args:
+      q_index: index queries [B, Q, H, D].
+      k_index: index keys [B, S, D]; rows that are not indexed may hold anything and receive a zero gradient.
+      weights: head weights [B, Q, H], raw.
+      indices: key positions [B, Q, N] in any order; entries outside 0..S-1 are skipped (-1 by convention).
+      use_relu: whether the products pass the ReLU, whose gradient at 0 is 0.
+
+    Returns:
+      Scores [B, Q, N], as `select` defines them, in float32 (float64 if an input is float64). A skipped entry
+      has the score `MASKED_SCORE` = -1e30 and no gradient: its softmax weight is exactly 0 beside any other
+      entry, and uniform in a row without entries, which the caller masks.
+
+    Raises:
+      ValueError: if the shapes do not fit one another.
+    """
+    _check(q_index, k_index, weights, indices, "indices")
+    if k_index.shape[0] != q_index.shape[0]:
+        raise ValueError(
+            f"k_index has {k_index.shape[0]} sequences but q_index has {q_index.shape[0]}; pass [B, S, D]."
+        )
+    return xla.scores_at(q_index, k_index, weights, indices, use_relu)

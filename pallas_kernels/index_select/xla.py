@@ -1,0 +1,301 @@
+"""Index selection in portable JAX: a running list of candidates over tiles of keys.
+
+For each block of queries, tiles of keys are scored in the order of their positions and merged into the best
+`top_k` so far. Heads are summed inside the tile, so the largest tensor is [block, heads, tile].
+
+The tie rule (higher score, then lowest index) follows from `jax.lax.top_k`, which puts the earlier of two
+equal elements first. Invariant: the candidates are the best of all keys before the tile, ordered by (score
+descending, index ascending). It holds for the empty list. The merge ranks the list [candidates, tile]: two
+equal candidates are in the order of their index by the invariant, two equal tile entries by construction, and
+a candidate equal to a tile entry comes first and has the lower index. So the result is the best of all keys
+including the tile, in the same order. The same argument with "shard" for "tile" covers keys sharded in the
+order of their positions.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._typing import Array, Bool, Float, Int
+from pallas_kernels.index_select.reference import MASKED_SCORE
+from pallas_kernels.index_select.shapes import KEY_TILE, QUERY_BLOCK
+from pallas_kernels.sparse_attention import rows as key_rows
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+_NO_INDEX = jnp.iinfo(jnp.int32).max
+_CPU_KEYS = 256
+
+
+def _weigh_heads(weights_xH: Array, dots_xHS: Array, channels: int, use_relu: bool) -> Array:
+    """Sum over the heads, one after the other, then the scale: one order of additions on every backend."""
+    heads = dots_xHS.shape[-2]
+    if use_relu:
+        dots_xHS = jax.nn.relu(dots_xHS)
+    total = weights_xH[..., 0, None] * dots_xHS[..., 0, :]
+    for head in range(1, heads):
+        total = total + weights_xH[..., head, None] * dots_xHS[..., head, :]
+    return (heads * channels) ** -0.5 * total
+
+
+def tile_scores_blocked(q_BQHD: Array, k_BSD: Array, weights_BQH: Array, use_relu: bool) -> Array:
+    """Scores [B, Q, S] of a block of queries and a tile of keys, by one matrix product."""
+    dtype = weights_BQH.dtype
+    if q_BQHD.dtype != k_BSD.dtype or q_BQHD.dtype != jnp.bfloat16:
+        q_BQHD, k_BSD = q_BQHD.astype(dtype), k_BSD.astype(dtype)
+    dots_BQHS = jnp.einsum("bqhd,bsd->bqhs", q_BQHD, k_BSD, precision=_HIGHEST, preferred_element_type=dtype)
+    return _weigh_heads(weights_BQH, dots_BQHS, q_BQHD.shape[-1], use_relu)
+
+
+def tile_scores_rowwise(q_BQHD: Array, k_BSD: Array, weights_BQH: Array, use_relu: bool) -> Array:
+    """The same scores by one small product of a fixed shape per query and `_CPU_KEYS` keys.
+
+    On CPU the order in which a matrix product adds depends on its shape, so the bits of a score would depend
+    on how many queries and keys it is computed with. With a fixed shape they cannot.
+    """
+    dtype = weights_BQH.dtype
+    batch, queries, _, channels = q_BQHD.shape
+    keys = k_BSD.shape[1]
+    pieces = -(-keys // _CPU_KEYS)
+    padded_BSD = jnp.pad(k_BSD, ((0, 0), (0, pieces * _CPU_KEYS - keys), (0, 0)))
+    k_BPSD = padded_BSD.astype(dtype).reshape(batch, pieces, _CPU_KEYS, channels)
+    q_BQHD = q_BQHD.astype(dtype)
+
+    def row(position: Array) -> Array:
+        sequence, rest = position // (queries * pieces), position % (queries * pieces)
+        query, piece = rest // pieces, rest % pieces
+        dots_HS = jnp.einsum(
+            "hd,sd->hs", q_BQHD[sequence, query], k_BPSD[sequence, piece], precision=_HIGHEST
+        )
+        return _weigh_heads(weights_BQH[sequence, query], dots_HS, channels, use_relu)
+
+    steps = jnp.arange(batch * queries * pieces, dtype=jnp.int32)
+    return jax.lax.map(row, steps).reshape(batch, queries, pieces * _CPU_KEYS)[..., :keys]
+
+
+def tile_scores(q_BQHD: Array, k_BSD: Array, weights_BQH: Array, use_relu: bool) -> Array:
+    """Scores [B, Q, S] in the dtype of the weights; the bits of a score do not depend on its neighbours."""
+    arrays = key_rows.match_varying(q_BQHD, k_BSD, weights_BQH)
+    return jax.lax.platform_dependent(
+        *arrays,
+        cpu=functools.partial(tile_scores_rowwise, use_relu=use_relu),
+        default=functools.partial(tile_scores_blocked, use_relu=use_relu),
+    )
+
+
+def rankable(scores_BQS: Float[Array, "B Q S"], visible_BQS: Bool[Array, "B Q S"]) -> Array:
+    """Scores as `top_k` ranks them by the rule: invisible is -inf and nothing else is, -0.0 is 0.0."""
+    scores_BQS = jnp.maximum(scores_BQS, jnp.finfo(scores_BQS.dtype).min)
+    scores_BQS = jnp.where(scores_BQS == 0, jnp.zeros((), scores_BQS.dtype), scores_BQS)
+    # One sign for NaN: they rank by it.
+    scores_BQS = jnp.where(jnp.isnan(scores_BQS), jnp.nan, scores_BQS)
+    return jnp.where(visible_BQS, scores_BQS, -jnp.inf)
+
+
+def merge_candidates(scores_BQN: Array, indices_BQN: Array, top_k: int) -> tuple[Array, Array]:
+    """The best `top_k` of a list in which equal scores are in the order of their index."""
+    best_BQK, places_BQK = jax.lax.top_k(scores_BQN, top_k)
+    return best_BQK, jnp.take_along_axis(indices_BQN, places_BQK, axis=-1)
+
+
+def ascending(indices_BQK: Array) -> Array:
+    """Indices in ascending order, with the absent ones (`_NO_INDEX`) at the end as -1."""
+    sorted_BQK = jnp.sort(indices_BQK, axis=-1)
+    return jnp.where(sorted_BQK == _NO_INDEX, -1, sorted_BQK)
+
+
+def select_from_scores(
+    scores_BQS: Float[Array, "B Q S"], visible_BQS: Bool[Array, "B Q S"], top_k: int, key_tile: int = KEY_TILE
+) -> Int[Array, "B Q top_k"]:
+    """The selection stage alone: the `top_k` best visible keys of given scores, tile by tile."""
+    scores_BQS = rankable(scores_BQS, visible_BQS)
+    best = jnp.full((*scores_BQS.shape[:2], top_k), -jnp.inf, scores_BQS.dtype)
+    indices = jnp.full(best.shape, _NO_INDEX, jnp.int32)
+    positions = jnp.where(visible_BQS, jnp.arange(scores_BQS.shape[2], dtype=jnp.int32), _NO_INDEX)
+    for start in range(0, scores_BQS.shape[2], key_tile):
+        tile = slice(start, start + key_tile)
+        best, indices = merge_candidates(
+            jnp.concatenate([best, scores_BQS[..., tile]], axis=-1),
+            jnp.concatenate([indices, positions[..., tile]], axis=-1),
+            top_k,
+        )
+    return ascending(indices)
+
+
+def _local_candidates(
+    q_BQHD: Array,
+    k_index: Array,
+    weights_BQH: Array,
+    positions_BQ: Array,
+    page_table_BP: Array | None,
+    offset: Array,
+    top_k: int,
+    use_relu: bool,
+    key_tile: int,
+) -> tuple[Array, Array]:
+    """Scores and global indices [B, Q, top_k] of the candidates of one block among the local keys."""
+    page = k_index.shape[1]
+    keys = page if page_table_BP is None else page_table_BP.shape[1] * page
+    # A tile of pages is a whole number of them.
+    tile = min(key_tile, keys) if page_table_BP is None else page * min(-(-key_tile // page), keys // page)
+    tiles = -(-keys // tile)
+    local_positions_BQ = positions_BQ - offset
+
+    def keys_at(start: Array) -> Array:
+        if page_table_BP is None:
+            return jax.lax.dynamic_slice_in_dim(k_index, start, tile, axis=1)
+        pages_BP = jax.lax.dynamic_slice_in_dim(page_table_BP, start // page, tile // page, axis=1)
+        # The page of keys that nobody sees may have any number, in bounds or not.
+        pages_BP = jnp.clip(pages_BP, 0, k_index.shape[0] - 1)
+        return k_index[pages_BP].reshape(pages_BP.shape[0], tile, k_index.shape[-1])
+
+    def merge_tile(number: Array, candidates: tuple[Array, Array]) -> tuple[Array, Array]:
+        first_new = number * tile
+        # The last tile is moved back to end with the cache, and the keys it repeats are not visible again.
+        start = jnp.minimum(first_new, keys - tile)
+        places_S = start + jnp.arange(tile, dtype=jnp.int32)
+        visible_BQS = (places_S <= local_positions_BQ[..., None]) & (places_S >= first_new)
+        with jax.named_scope("scores"):
+            scores_BQS = rankable(tile_scores(q_BQHD, keys_at(start), weights_BQH, use_relu), visible_BQS)
+        with jax.named_scope("merge"):
+            indices_BQS = jnp.where(visible_BQS, places_S + offset, _NO_INDEX)
+            return merge_candidates(
+                jnp.concatenate([candidates[0], scores_BQS], axis=-1),
+                jnp.concatenate([candidates[1], indices_BQS], axis=-1),
+                top_k,
+            )
+
+    # Every query sees a prefix of the keys, so the tiles without a visible key are the last ones.
+    visible_keys = jnp.clip(jnp.max(local_positions_BQ) + 1, 0, keys)
+    best = jnp.full((*positions_BQ.shape, top_k), -jnp.inf, weights_BQH.dtype)
+    indices = jnp.full(best.shape, _NO_INDEX, jnp.int32)
+    paged = () if page_table_BP is None else (page_table_BP,)
+    best, indices, *_ = key_rows.match_varying(
+        best, indices, q_BQHD, k_index, weights_BQH, local_positions_BQ, *paged
+    )
+    steps = jnp.minimum((visible_keys + tile - 1) // tile, tiles)
+    return jax.lax.fori_loop(0, steps, merge_tile, (best, indices))
+
+
+@functools.partial(jax.jit, static_argnames=("top_k", "axis_name", "use_relu", "query_block", "key_tile"))
+def select(
+    q_index: Float[Array, "B Q H D"],
+    k_index: Float[Array, "rows keys D"],
+    weights: Float[Array, "B Q H"],
+    query_positions: Int[Array, "B Q"],
+    top_k: int,
+    page_table: Int[Array, "B pages"] | None = None,
+    axis_name: str | None = None,
+    use_relu: bool = True,
+    query_block: int = QUERY_BLOCK,
+    key_tile: int = KEY_TILE,
+) -> Int[Array, "B Q top_k"]:
+    """`pallas_kernels.index_select.select` by tiles, whose sizes do not change the result."""
+    with jax.named_scope("index_select"):
+        dtype = key_rows.compute_dtype(q_index, k_index, weights)
+        # A selection has no gradient.
+        q_index, k_index, weights = (jax.lax.stop_gradient(a) for a in (q_index, k_index, weights))
+        batch, queries = query_positions.shape
+        page = k_index.shape[1]
+        local_keys = page if page_table is None else page_table.shape[1] * page
+        shards = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+        offset = jnp.zeros((), jnp.int32)
+        if axis_name is not None:
+            offset = (jax.lax.axis_index(axis_name) * local_keys).astype(jnp.int32)
+        positions_BQ = query_positions.astype(jnp.int32)
+        first_BQK = jnp.broadcast_to(jnp.arange(top_k, dtype=jnp.int32), (batch, queries, top_k))
+        all_visible_BQK = jnp.where(
+            (first_BQK <= positions_BQ[..., None]) & (first_BQK < local_keys * shards), first_BQK, -1
+        )
+        if local_keys * shards <= top_k or queries == 0:
+            return all_visible_BQK
+
+        def candidates(block: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+            q, w, positions = block
+            return _local_candidates(q, k_index, w, positions, page_table, offset, top_k, use_relu, key_tile)
+
+        block = min(queries, max(1, query_block // batch))
+        scores, indices = jax.lax.map(
+            candidates,
+            (
+                key_rows.split_queries(q_index, block, 0),
+                key_rows.split_queries(weights.astype(dtype), block, 0),
+                key_rows.split_queries(positions_BQ, block, -1),
+            ),
+        )
+        scores = key_rows.join_queries(scores, queries)
+        indices = key_rows.join_queries(indices, queries)
+        if axis_name is not None:
+            with jax.named_scope("merge_shards"):
+                gather = functools.partial(
+                    jax.lax.all_gather, axis_name=axis_name, axis=2, tiled=True, to="invarying"
+                )
+                _, indices = merge_candidates(gather(scores), gather(indices), top_k)
+        return ascending(indices)
+
+
+def _scores_of_rows(
+    q_BQHD: Array, k_BQND: Array, weights_BQH: Array, exists_BQN: Array, use_relu: bool, dtype: jnp.dtype
+) -> Array:
+    dots_BQHN = jnp.einsum("bqhd,bqnd->bqhn", q_BQHD.astype(dtype), k_BQND.astype(dtype), precision=_HIGHEST)
+    scores_BQN = _weigh_heads(weights_BQH.astype(dtype), dots_BQHN, q_BQHD.shape[-1], use_relu)
+    return jnp.where(exists_BQN, scores_BQN, MASKED_SCORE)
+
+
+def _row_blocks(arrays: tuple[Array, ...], rows_BQN: Array, heads: int, channels: int) -> tuple[Array, ...]:
+    batch, queries, selected = rows_BQN.shape
+    block = key_rows.query_block(batch, queries, selected * max(heads, channels) * 4)
+    return tuple(key_rows.split_queries(a, block, 0) for a in arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _scores_at(q_BQHD, k_BSD, weights_BQH, rows_BQN, exists_BQN, use_relu):
+    dtype = key_rows.compute_dtype(q_BQHD, k_BSD, weights_BQH)
+
+    def score(block: tuple[Array, ...]) -> Array:
+        q, w, rows, exists = block
+        return _scores_of_rows(q, key_rows.gather(k_BSD, rows, exists, False), w, exists, use_relu, dtype)
+
+    blocks = _row_blocks((q_BQHD, weights_BQH, rows_BQN, exists_BQN), rows_BQN, *q_BQHD.shape[2:])
+    return key_rows.join_queries(jax.lax.map(score, blocks), q_BQHD.shape[1])
+
+
+def _scores_at_forward(q_BQHD, k_BSD, weights_BQH, rows_BQN, exists_BQN, use_relu):
+    residuals = (q_BQHD, k_BSD, weights_BQH, rows_BQN, exists_BQN)
+    return _scores_at(*residuals, use_relu), residuals
+
+
+def _scores_at_backward(use_relu, residuals, cotangent_BQN):
+    q_BQHD, k_BSD, weights_BQH, rows_BQN, exists_BQN = residuals
+    dtype = key_rows.compute_dtype(q_BQHD, k_BSD, weights_BQH)
+
+    def accumulate(dk: Array, block: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        q, w, rows, exists, cotangent = block
+        k_BQND = key_rows.gather(k_BSD, rows, exists, False).astype(dtype)
+        _, pullback = jax.vjp(lambda q, k, w: _scores_of_rows(q, k, w, exists, use_relu, dtype), q, k_BQND, w)
+        dq, dk_BQND, dw = pullback(cotangent)
+        return key_rows.scatter_add(dk, rows, exists, dk_BQND, False), (dq, dw)
+
+    arrays = (q_BQHD, weights_BQH, rows_BQN, exists_BQN, cotangent_BQN)
+    start = key_rows.match_varying(jnp.zeros(k_BSD.shape, dtype), k_BSD)[0]
+    dk, gradients = jax.lax.scan(accumulate, start, _row_blocks(arrays, rows_BQN, *q_BQHD.shape[2:]))
+    dq, dw = (key_rows.join_queries(g, q_BQHD.shape[1]) for g in gradients)
+    return dq, dk.astype(k_BSD.dtype), dw, None, None
+
+
+_scores_at.defvjp(_scores_at_forward, _scores_at_backward)
+
+
+@functools.partial(jax.jit, static_argnames=("use_relu",))
+def scores_at(
+    q_index: Float[Array, "B Q H D"],
+    k_index: Float[Array, "B S D"],
+    weights: Float[Array, "B Q H"],
+    indices: Int[Array, "B Q N"],
+    use_relu: bool = True,
+) -> Float[Array, "B Q N"]:
+    """`pallas_kernels.index_select.scores_at` by gathering the keys, in blocks of queries."""
+    with jax.named_scope("index_scores_at"):
+        rows_BQN, exists_BQN = key_rows.physical_rows(indices, k_index, None)
+        arrays = key_rows.match_varying(q_index, k_index, weights, rows_BQN, exists_BQN)
+        return _scores_at(*arrays, use_relu)

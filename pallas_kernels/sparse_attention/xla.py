@@ -1,0 +1,128 @@
+"""Sparse attention in portable JAX: blocks of queries, each over its own gathered keys.
+
+The keys of a block of queries are gathered once ([block, N, C], about `rows.GATHER_BYTES`) and the whole
+softmax of a query is done at once, so nothing is ever as wide as the cache. The backward pass walks the same
+blocks, recomputes them and adds the gradients of the gathered rows into one accumulator: differentiating
+through the gather would make one array of the cache's size per block.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._typing import Array, Float, Int
+from pallas_kernels.sparse_attention import rows as key_rows
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def _attend(
+    q_BQHC: Array, kv_BQNC: Array, exists_BQN: Array, scale: float, value_dim: int, dtype: jnp.dtype
+) -> tuple[Array, Array]:
+    if q_BQHC.dtype != kv_BQNC.dtype:
+        q_BQHC, kv_BQNC = q_BQHC.astype(dtype), kv_BQNC.astype(dtype)
+    with jax.named_scope("logits"):
+        logits_BQHN = scale * jnp.einsum(
+            "bqhc,bqnc->bqhn", q_BQHC, kv_BQNC, precision=_HIGHEST, preferred_element_type=dtype
+        )
+    with jax.named_scope("softmax"):
+        exists_BQ1N = exists_BQN[:, :, None, :]
+        logits_BQHN = jnp.where(exists_BQ1N, logits_BQHN, -jnp.inf)
+        maximum_BQH1 = jax.lax.stop_gradient(jnp.max(logits_BQHN, axis=-1, keepdims=True, initial=-jnp.inf))
+        # -inf - (-inf) is NaN: a row without keys is shifted by 0.
+        maximum_BQH1 = jnp.where(jnp.isneginf(maximum_BQH1), 0, maximum_BQH1)
+        weights_BQHN = jnp.where(exists_BQ1N, jnp.exp(logits_BQHN - maximum_BQH1), 0)
+        total_BQH = jnp.sum(weights_BQHN, axis=-1)
+        empty_BQH = jnp.broadcast_to(~jnp.any(exists_BQ1N, axis=-1), total_BQH.shape)
+        safe_BQH = jnp.where(empty_BQH, 1, total_BQH)
+    with jax.named_scope("values"):
+        values_BQNV = kv_BQNC[..., :value_dim].astype(dtype)
+        o_BQHV = jnp.einsum("bqhn,bqnv->bqhv", weights_BQHN, values_BQNV, precision=_HIGHEST)
+    logsumexp_BQH = jnp.where(empty_BQH, -jnp.inf, maximum_BQH1[..., 0] + jnp.log(safe_BQH))
+    return o_BQHV / safe_BQH[..., None], logsumexp_BQH
+
+
+def _blocks(
+    q_BQHC: Array, kv_latent: Array, rows_BQN: Array, exists_BQN: Array
+) -> tuple[Array, Array, Array]:
+    batch, queries, selected = rows_BQN.shape
+    row_bytes = kv_latent.shape[-1] * kv_latent.dtype.itemsize
+    block = key_rows.query_block(batch, queries, selected * row_bytes)
+    return (
+        key_rows.split_queries(q_BQHC, block, 0),
+        key_rows.split_queries(rows_BQN, block, 0),
+        key_rows.split_queries(exists_BQN, block, False),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _attention(
+    q_BQHC: Array,
+    kv_latent: Array,
+    rows_BQN: Array,
+    exists_BQN: Array,
+    scale: float,
+    value_dim: int,
+    paged: bool,
+) -> tuple[Array, Array]:
+    dtype = key_rows.compute_dtype(q_BQHC, kv_latent)
+
+    def attend(block: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        q, rows, exists = block
+        with jax.named_scope("gather"):
+            kv_BQNC = key_rows.gather(kv_latent, rows, exists, paged)
+        o, logsumexp = _attend(q, kv_BQNC, exists, scale, value_dim, dtype)
+        return o.astype(q_BQHC.dtype), logsumexp
+
+    o, logsumexp = jax.lax.map(attend, _blocks(q_BQHC, kv_latent, rows_BQN, exists_BQN))
+    queries = q_BQHC.shape[1]
+    return key_rows.join_queries(o, queries), key_rows.join_queries(logsumexp, queries)
+
+
+def _forward(q, kv_latent, rows_BQN, exists_BQN, scale, value_dim, paged):
+    outputs = _attention(q, kv_latent, rows_BQN, exists_BQN, scale, value_dim, paged)
+    return outputs, (q, kv_latent, rows_BQN, exists_BQN)
+
+
+def _backward(scale, value_dim, paged, residuals, cotangents):
+    q_BQHC, kv_latent, rows_BQN, exists_BQN = residuals
+    dtype = key_rows.compute_dtype(q_BQHC, kv_latent)
+    blocks = _blocks(q_BQHC, kv_latent, rows_BQN, exists_BQN)
+    block = blocks[1].shape[2]
+    do, dlogsumexp = (key_rows.split_queries(c.astype(dtype), block, 0) for c in cotangents)
+
+    def accumulate(dkv: Array, step: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, rows, exists, do_BQHV, dlogsumexp_BQH = step
+        with jax.named_scope("gather"):
+            kv_BQNC = key_rows.gather(kv_latent, rows, exists, paged).astype(dtype)
+        _, pullback = jax.vjp(
+            lambda q, kv: _attend(q, kv, exists, scale, value_dim, dtype), q.astype(dtype), kv_BQNC
+        )
+        dq, dkv_BQNC = pullback((do_BQHV, dlogsumexp_BQH))
+        with jax.named_scope("scatter"):
+            return key_rows.scatter_add(dkv, rows, exists, dkv_BQNC, paged), dq
+
+    start = key_rows.match_varying(jnp.zeros(kv_latent.shape, dtype), kv_latent)[0]
+    dkv, dq = jax.lax.scan(accumulate, start, (*blocks, do, dlogsumexp))
+    dq = key_rows.join_queries(dq, q_BQHC.shape[1])
+    return dq.astype(q_BQHC.dtype), dkv.astype(kv_latent.dtype), None, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "value_dim"))
+def sparse_attention(
+    q_BQHC: Float[Array, "B Q H C"],
+    kv_latent: Float[Array, "rows keys C"],
+    indices_BQN: Int[Array, "B Q N"],
+    scale: float,
+    value_dim: int,
+    page_table_BP: Int[Array, "B pages"] | None = None,
+) -> tuple[Float[Array, "B Q H V"], Float[Array, "B Q H"]]:
+    """`pallas_kernels.sparse_attention.sparse_attention` by gathering the selected keys."""
+    with jax.named_scope("sparse_attention"):
+        rows_BQN, exists_BQN = key_rows.physical_rows(indices_BQN, kv_latent, page_table_BP)
+        arrays = key_rows.match_varying(q_BQHC, kv_latent, rows_BQN, exists_BQN)
+        return _attention(*arrays, scale, value_dim, page_table_BP is not None)

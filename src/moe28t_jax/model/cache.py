@@ -1,0 +1,127 @@
+"""The hybrid cache: an explicit pytree that `forward` takes and returns.
+
+A delta layer keeps a recurrent state and the convolution's last inputs (fixed size); a latent-attention layer
+keeps one latent row per token, and its index key where the layer is sparse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe28t_jax.config import ModelConfig
+from moe28t_jax.config.segments import segments
+from moe28t_jax.model.numerics import compute_dtype
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KDACache:
+    """`state_BHKV` float32 (float64); `window_BWC`: the last conv_size - 1 inputs of the q|k|v convolution."""
+
+    state_BHKV: Any
+    window_BWC: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LatentCache:
+    """`latent_BSC`: normalised latent and shared key part per token; `index_key_BSD` None in dense layers."""
+
+    latent_BSC: Any
+    index_key_BSD: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """`lengths_B` tokens are in the cache of each row; `segments[i][j]` mirrors `Parameters.segments`."""
+
+    lengths_B: Any
+    segments: list[list[KDACache | LatentCache]]
+
+    @property
+    def batch(self) -> int:
+        return self.lengths_B.shape[0]
+
+
+def init_cache(
+    config: ModelConfig, batch: int, max_context: int, dtype: Any = jnp.bfloat16, stacked: bool = False
+) -> Cache:
+    """An empty cache for `batch` rows of up to `max_context` tokens, every entry explicitly zero.
+
+    dtype: that of the activations; recurrent states are float32 (float64 for float64 activations).
+    stacked: must equal the layout of the parameters it is used with (`Parameters.stacked(config)`).
+    """
+    if max_context < 1 or max_context > config.max_context:
+        raise ValueError(
+            f"max_context is {max_context}; this configuration allows 1 to {config.max_context} tokens per row."
+        )
+    if batch < 1:
+        raise ValueError(f"batch is {batch}; a cache needs at least one row.")
+
+    def layer_cache(layer: int, leading: tuple[int, ...]) -> KDACache | LatentCache:
+        if config.attention_kinds[layer] == "kda":
+            kda = config.kda
+            assert kda is not None
+            return KDACache(
+                jnp.zeros((*leading, batch, kda.num_heads, kda.head_dim, kda.head_dim), compute_dtype(dtype)),
+                jnp.zeros((*leading, batch, kda.conv_size - 1, 3 * kda.size), dtype),
+            )
+        mla = config.mla
+        assert mla is not None
+        keys = None
+        if config.attention_kinds[layer] == "dsa":
+            assert config.dsa is not None
+            keys = jnp.zeros((*leading, batch, max_context, config.dsa.head_dim), dtype)
+        return LatentCache(jnp.zeros((*leading, batch, max_context, mla.latent_dim), dtype), keys)
+
+    return Cache(
+        jnp.zeros((batch,), jnp.int32),
+        [
+            [
+                layer_cache(segment.first + position, (segment.repeats,) if segment.repeats > 1 else ())
+                for position in range(segment.period)
+            ]
+            for segment in segments(config, stacked)
+        ],
+    )
+
+
+# Buffers of repeated layers are stacked; `repeat` is then the (traced) index into the leading axis. Reading and
+# writing through it keeps the stack in the loop's carry, where XLA updates it in place.
+
+
+def read(buffer: Float[Array, "..."], repeat: Int[Array, ""] | None) -> Float[Array, "..."]:
+    """One layer's buffer."""
+    return buffer if repeat is None else jax.lax.dynamic_index_in_dim(buffer, repeat, keepdims=False)
+
+
+def replace(
+    buffer: Float[Array, "..."], repeat: Int[Array, ""] | None, value: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """The buffer with one layer's content replaced."""
+    value = value.astype(buffer.dtype)
+    return value if repeat is None else jax.lax.dynamic_update_index_in_dim(buffer, value, repeat, 0)
+
+
+def append(
+    buffer: Float[Array, "..."],
+    repeat: Int[Array, ""] | None,
+    rows_BTC: Float[Array, "B T C"],
+    starts_B: Int[Array, " B"],
+    lengths_B: Int[Array, " B"],
+) -> Float[Array, "..."]:
+    """The buffer with the first `lengths_B` of the new rows written behind `starts_B`; others are dropped."""
+    batch, count = rows_BTC.shape[:2]
+    capacity = buffer.shape[-2]
+    offsets_BT = jnp.arange(count, dtype=jnp.int32)[None, :]
+    valid_BT = offsets_BT < lengths_B[:, None]
+    positions_BT = jnp.where(valid_BT, starts_B[:, None] + offsets_BT, capacity)
+    rows_B1 = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    where = (rows_B1, positions_BT) if repeat is None else (repeat, rows_B1, positions_BT)
+    return buffer.at[where].set(rows_BTC.astype(buffer.dtype), mode="drop")

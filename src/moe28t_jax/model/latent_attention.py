@@ -1,0 +1,104 @@
+"""Dense causal attention over latents, streamed over tiles of keys with a running softmax.
+
+Keys and values of a tile exist only while the tile is read: with many queries they are expanded from the latents
+once per tile (fewer multiplications), with few queries the up-projections are absorbed into the queries instead.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moe28t_jax.model.numerics import compute_dtype
+
+# Scores held at once, in elements: 64 MiB of float32.
+_SCORE_BUDGET = 16 * 1024 * 1024
+# From about this many queries on, expanding a tile costs less than attending to it in the wider latent.
+EXPAND_FROM_QUERIES = 64
+
+
+def latent_attention(
+    q_nope_BTHN: Float[Array, "B T H N"],
+    q_rope_BTHR: Float[Array, "B T H R"],
+    latent_BSC: Float[Array, "B S C"],
+    up_k_LHN: Float[Array, "L H N"],
+    up_v_LHV: Float[Array, "L H V"],
+    positions_BT: Int[Array, "B T"],
+    scale: float,
+    expand: bool | None = None,
+) -> Float[Array, "B T H V"]:
+    """softmax(scale * (q_nope . (c U_k) + q_rope . k_rope)) (c U_v) over the cached rows s <= position.
+
+    Rows of `latent_BSC` are (c | k_rope), C = L + R. A position of -1 sees nothing and gives 0. Rows beyond
+    every position are never read into the result, whatever they hold. `expand` forces one of the two forms.
+    """
+    _, queries, heads, _ = q_nope_BTHN.shape
+    rank = up_k_LHN.shape[0]
+    dtype = compute_dtype(q_nope_BTHN.dtype)
+    exact = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype)
+    if expand is None:
+        expand = queries >= EXPAND_FROM_QUERIES
+    if not expand:
+        absorbed = exact("BTHN,LHN->BTHL", q_nope_BTHN, up_k_LHN).astype(q_nope_BTHN.dtype)
+        q_BTHC = jnp.concatenate([absorbed, q_rope_BTHR], axis=-1)
+
+    def tile_scores(tile_BSC):
+        if not expand:
+            return exact("BTHC,BSC->BHTS", q_BTHC, tile_BSC), tile_BSC[..., :rank]
+        latent_BSL, k_rope_BSR = tile_BSC[..., :rank], tile_BSC[..., rank:]
+        k_BSHN = exact("BSL,LHN->BSHN", latent_BSL, up_k_LHN).astype(tile_BSC.dtype)
+        v_BSHV = exact("BSL,LHV->BSHV", latent_BSL, up_v_LHV).astype(tile_BSC.dtype)
+        scores = exact("BTHN,BSHN->BHTS", q_nope_BTHN, k_BSHN) + exact("BTHR,BSR->BHTS", q_rope_BTHR, k_rope_BSR)
+        return scores, v_BSHV
+
+    def attend(carry, tile_BSC, key_positions_S):
+        highest_BHT, total_BHT, sum_BHTV = carry
+        visible_BTS = key_positions_S[None, None, :] <= positions_BT[:, :, None]
+        # Rows that no query of the batch row sees may hold anything, NaN included.
+        seen_BS = jnp.any(visible_BTS, axis=1)
+        tile_BSC = jnp.where(seen_BS[:, :, None], tile_BSC, jnp.zeros((), tile_BSC.dtype))
+        scores_BHTS, values = tile_scores(tile_BSC)
+        scores_BHTS = jnp.where(visible_BTS[:, None], scores_BHTS * scale, -jnp.inf)
+        new_highest_BHT = jnp.maximum(highest_BHT, jnp.max(scores_BHTS, axis=-1))
+        # A query that has seen nothing yet keeps -inf; subtracting a finite stand-in avoids inf - inf.
+        reference_BHT = jnp.where(jnp.isfinite(new_highest_BHT), new_highest_BHT, 0.0)
+        weights_BHTS = jnp.exp(scores_BHTS - reference_BHT[..., None])
+        kept_BHT = jnp.exp(highest_BHT - reference_BHT)
+        total_BHT = total_BHT * kept_BHT + jnp.sum(weights_BHTS, axis=-1)
+        weights_BHTS = weights_BHTS.astype(values.dtype)
+        read = exact("BHTS,BSHV->BHTV" if expand else "BHTS,BSV->BHTV", weights_BHTS, values)
+        return new_highest_BHT, total_BHT, sum_BHTV * kept_BHT[..., None] + read
+
+    batch, keys, width = latent_BSC.shape
+    tile = max(128, _SCORE_BUDGET // (batch * queries * heads) // 128 * 128)
+    value_dim = up_v_LHV.shape[-1] if expand else rank
+    carry = (
+        jnp.full((batch, heads, queries), -jnp.inf, dtype),
+        jnp.zeros((batch, heads, queries), dtype),
+        jnp.zeros((batch, heads, queries, value_dim), dtype),
+    )
+    if keys <= tile:
+        carry = attend(carry, latent_BSC, jnp.arange(keys, dtype=jnp.int32))
+    else:
+        last = jnp.max(positions_BT)
+
+        def body(carry, start):
+            def visit(carry):
+                # The last tile is moved back to fit; keys it repeats are masked by an impossible position.
+                begin = jnp.minimum(start, keys - tile)
+                key_positions_S = begin + jnp.arange(tile, dtype=jnp.int32)
+                key_positions_S = jnp.where(key_positions_S < start, jnp.iinfo(jnp.int32).max, key_positions_S)
+                return attend(carry, jax.lax.dynamic_slice_in_dim(latent_BSC, begin, tile, 1), key_positions_S)
+
+            return jax.lax.cond(start <= last, visit, lambda carry: carry, carry), None
+
+        starts = jnp.arange(0, keys, tile, dtype=jnp.int32)
+        carry, _ = jax.lax.scan(jax.checkpoint(body), carry, starts)
+    _, total_BHT, sum_BHTV = carry
+    o_BHTV = sum_BHTV / jnp.where(total_BHT > 0, total_BHT, 1.0)[..., None]
+    if not expand:
+        return exact("BHTL,LHV->BTHV", o_BHTV.astype(q_nope_BTHN.dtype), up_v_LHV).astype(q_nope_BTHN.dtype)
+    return o_BHTV.transpose(0, 2, 1, 3).astype(q_nope_BTHN.dtype)

@@ -1,0 +1,57 @@
+"""Norms and linear maps with the cast order of the public network."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """float32 for narrower types, float64 for float64: what reductions, gates and routers compute in."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def linear(x: Float[Array, "*batch n"], weight: Float[Array, "n m"]) -> Float[Array, "*batch m"]:
+    """x @ weight with a float32 (float64) accumulator, rounded once to the dtype of `x`."""
+    y = jax.lax.dot_general(
+        x,
+        weight.astype(x.dtype),
+        (((x.ndim - 1,), (0,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=compute_dtype(x.dtype),
+    )
+    return y.astype(x.dtype)
+
+
+def rms_norm(x: Float[Array, "*batch n"], gain: Float[Array, " n"], eps: float) -> Float[Array, "*batch n"]:
+    """x * rsqrt(mean(x^2) + eps) in float32, cast to the dtype of `x`, then times the gain (not 1 + gain)."""
+    wide = x.astype(compute_dtype(x.dtype))
+    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * gain.astype(x.dtype)
+
+
+def gated_rms_norm(
+    x: Float[Array, "*batch n"], gain: Float[Array, " n"], gate: Float[Array, "*batch n"], eps: float
+) -> Float[Array, "*batch n"]:
+    """rms(x) * gain * sigmoid(gate), all in float32, one cast at the end (the KDA output norm)."""
+    dtype = compute_dtype(x.dtype)
+    wide = x.astype(dtype)
+    normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (normed * gain.astype(dtype) * jax.nn.sigmoid(gate.astype(dtype))).astype(gate.dtype)
+
+
+def layer_norm(
+    x: Float[Array, "*batch n"], gain: Float[Array, " n"], bias: Float[Array, " n"], eps: float
+) -> Float[Array, "*batch n"]:
+    """LayerNorm with gain and bias, computed in float32, cast to the dtype of `x` (the index-key norm)."""
+    wide = x.astype(compute_dtype(x.dtype))
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
+    return (normed * gain.astype(wide.dtype) + bias.astype(wide.dtype)).astype(x.dtype)
+
+
+def l2_norm(x: Float[Array, "*batch n"], eps: float = 1e-6) -> Float[Array, "*batch n"]:
+    """x * rsqrt(sum(x^2) + eps) in float32: eps inside the root, on the sum (KDA queries and keys)."""
+    wide = x.astype(compute_dtype(x.dtype))
+    return wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + eps)

@@ -1,0 +1,273 @@
+"""Train the shipped `nano` checkpoint: `python -m moe28t_jax.training.nano.train --output FOLDER`.
+
+Text: the Python installation's own sources and help topics, split by content hash. Routed experts are trained
+through MXFP4 rounding from the first step (straight-through gradients), so that the shipped, packed weights are
+the trained ones. Stage 1 reads short sequences, in which the sparse layers see every token and their indexer
+learns from the full attention; stage 2 reads long ones with the real top-k. A run that is stopped continues
+from its last saved step when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from moe28t_jax.chat.tokenizer import Tokenizer
+from moe28t_jax.config import ModelConfig
+from moe28t_jax.model.network import Inputs, project_logits, run
+from moe28t_jax.model.parameters import Parameters, initialize
+from moe28t_jax.training.nano.corpus import encode_corpus, load_corpus
+from moe28t_jax.training.router_balance import max_violation, quantile_balance
+from moe28t_jax.weights import quantize_experts, save_parameters
+from pallas_kernels import mxfp4_matmul
+
+VOCABULARY = Path(__file__).parents[2] / "nano" / "tiktoken.model"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of training at one sequence length; `dense` lets the sparse layers read every token."""
+
+    share: float
+    length: int
+    batch: int
+    dense: bool
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything a run depends on; written beside the result."""
+
+    steps: int = 2400
+    seed: int = 0
+    muon_learning_rate: float = 6e-3
+    adam_learning_rate: float = 6e-3
+    weight_decay: float = 0.05
+    warmup: int = 40
+    final_rate: float = 0.02
+    stages: tuple[Stage, ...] = (Stage(0.3, 128, 32, True), Stage(0.7, 1024, 4, False))
+
+    def stage(self, step: int) -> Stage:
+        end = 0.0
+        for stage in self.stages:
+            end += stage.share
+            if step < round(end * self.steps):
+                return stage
+        return self.stages[-1]
+
+
+Flat = dict[str, jax.Array]
+
+
+def flatten(parameters: Parameters) -> Flat:
+    """Arrays by their path in the tree."""
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)}
+
+
+def _is_bias(name: str) -> bool:
+    return "router_bias" in name
+
+
+def _uses_muon(name: str, value: jax.Array) -> bool:
+    plain = not any(part in name for part in ("embedding", "head", "_conv", "dt_bias", "router"))
+    return value.ndim >= 2 and plain
+
+
+def make_optimizer(settings: Settings, trainable: Flat) -> optax.GradientTransformation:
+    """Muon on matrices (each expert by itself), AdamW on embeddings, head, router, convolutions and vectors."""
+
+    def schedule(peak: float) -> optax.Schedule:
+        return optax.warmup_cosine_decay_schedule(
+            0.0, peak, settings.warmup, settings.steps, peak * settings.final_rate
+        )
+
+    numbers = optax.contrib.MuonDimensionNumbers
+    specification = {
+        name: numbers(value.ndim - 2, value.ndim - 1) if _uses_muon(name, value) else None
+        for name, value in trainable.items()
+    }
+    muon = optax.contrib.muon(
+        schedule(settings.muon_learning_rate),
+        weight_decay=settings.weight_decay,
+        adam_b2=0.95,
+        adam_learning_rate=schedule(settings.adam_learning_rate),
+        muon_weight_dimension_numbers=specification,
+        consistent_rms=0.2,
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), muon)
+
+
+def assemble(template: Parameters, arrays: Flat, quantized: bool) -> Parameters:
+    """The parameter tree from its arrays, expert weights rounded to the MXFP4 grid if asked."""
+    paths, structure = jax.tree_util.tree_flatten_with_path(template)
+    leaves = []
+    for path, _ in paths:
+        name = jax.tree_util.keystr(path)
+        value = arrays[name]
+        if quantized and ".experts." in name:
+            value = mxfp4_matmul.fake_quantize(value, axis=-2)
+        leaves.append(value)
+    return jax.tree_util.tree_unflatten(structure, leaves)
+
+
+def loss_function(
+    trainable: Flat, biases: Flat, tokens_BT: jax.Array, template: Parameters, config: ModelConfig
+) -> tuple[jax.Array, dict[str, Any]]:
+    """Next-token cross entropy plus the indexers' own loss (which reaches nothing but the indexers)."""
+    parameters = assemble(template, trainable | biases, quantized=True)
+    result = run(parameters, Inputs(tokens_BT[:, :-1]), None, config, frozenset({"router", "indexer_loss"}))
+    logits_BTV = project_logits(parameters, result.hidden_BTD)
+    entropy = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits_BTV, tokens_BT[:, 1:]))
+    indexer = [jnp.mean(layer["indexer_loss"]) for layer in result.auxiliary if "indexer_loss" in layer]
+    routers = [layer for layer in result.auxiliary if "router_scores" in layer]
+    index_loss = sum(indexer) / max(len(indexer), 1)
+    return entropy + index_loss, {"entropy": entropy, "indexer": index_loss, "routers": routers}
+
+
+@partial(jax.jit, static_argnames=("config", "optimizer", "smooth"), donate_argnums=(0, 1, 2))
+def train_step(trainable, biases, optimizer_state, tokens_BT, template, config, optimizer, smooth):
+    (_, auxiliary), gradients = jax.value_and_grad(loss_function, has_aux=True)(
+        trainable, biases, tokens_BT, template, config
+    )
+    updates, optimizer_state = optimizer.update(gradients, optimizer_state, trainable)
+    trainable = optax.apply_updates(trainable, updates)
+    violations, new_biases = [], {}
+    for (name, bias_E), layer in zip(sorted(biases.items(), key=_layer_order), auxiliary["routers"], strict=True):
+        scores_NE = layer["router_scores"].reshape(-1, bias_E.shape[0])
+        load_E = jnp.sum(jax.nn.one_hot(layer["router_experts"].reshape(-1), bias_E.shape[0]), axis=0)
+        violations.append(max_violation(load_E))
+        target_E = quantile_balance(scores_NE, bias_E, config.moe.num_experts_per_token)
+        # An average over steps lowers the noise once the load is even.
+        new_biases[name] = bias_E + (target_E - bias_E) * smooth
+    metrics = {
+        "entropy": auxiliary["entropy"],
+        "indexer": auxiliary["indexer"],
+        "violation": jnp.max(jnp.stack(violations)),
+        "gradient": optax.global_norm(gradients),
+    }
+    return trainable, new_biases, optimizer_state, metrics
+
+
+def _layer_order(item: tuple[str, Any]) -> int:
+    """`.segments[12][0]...` -> 12."""
+    return int(item[0].split("[")[1].split("]")[0])
+
+
+class Batches:
+    """Seeded sequences: the token stream cut at a random offset, its pieces shuffled anew every pass."""
+
+    def __init__(self, tokens: np.ndarray, seed: int):
+        self.tokens, self.seed = tokens, seed
+
+    def at(self, step: int, stage: Stage) -> np.ndarray:
+        """Batch of a step: depends on seed, step and stage only, so a resumed run sees the same data."""
+        pieces = (len(self.tokens) - stage.length - 1) // stage.length
+        taken = step * stage.batch
+        rows = []
+        for index in range(taken, taken + stage.batch):
+            epoch, place = divmod(index, pieces)
+            random = np.random.default_rng((self.seed, epoch, stage.length))
+            offset = int(random.integers(stage.length))
+            start = int(random.permutation(pieces)[place]) * stage.length + offset
+            rows.append(self.tokens[start : start + stage.length + 1])
+        return np.stack(rows).astype(np.int32)
+
+
+def train(settings: Settings, output: Path, config: ModelConfig, save_every: int = 100) -> Path:
+    """Run (or continue) training and write the checkpoint folder `output`/checkpoint."""
+    output.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer.from_file(VOCABULARY)
+    corpus = load_corpus()
+    tokens = encode_corpus(tokenizer, corpus.train, output / "tokens")
+    heldout = encode_corpus(tokenizer, corpus.heldout, output / "tokens")
+    batches, validation = Batches(tokens, settings.seed), Batches(heldout, settings.seed)
+    print(f"{len(tokens):,} training tokens, {len(heldout):,} held out; data {corpus.data_hash[:16]}")
+
+    template = initialize(config, jax.random.key(settings.seed), jnp.float32)
+    arrays = flatten(template)
+    biases = {name: value for name, value in arrays.items() if _is_bias(name)}
+    trainable = {name: value for name, value in arrays.items() if not _is_bias(name)}
+    optimizer = make_optimizer(settings, trainable)
+    state = {
+        "trainable": trainable,
+        "biases": biases,
+        "optimizer": jax.tree.leaves(optimizer.init(trainable)),
+    }
+    structure = jax.tree.structure(optimizer.init(trainable))
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), template)
+
+    manager = ocp.CheckpointManager((output / "steps").resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2))
+    first = manager.latest_step() or 0
+    if first:
+        state = manager.restore(first, args=ocp.args.StandardRestore(state))
+        print(f"continuing from step {first}")
+    trainable, biases = state["trainable"], state["biases"]
+    optimizer_state = jax.tree.unflatten(structure, state["optimizer"])
+    zeros = jax.tree.map(lambda x: jnp.zeros((), x.dtype), abstract)
+    log = (output / "training_log.jsonl").open("a", encoding="utf-8")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    started = time.time()
+    with Progress(*columns) as progress:
+        bar = progress.add_task("training", total=settings.steps, completed=first)
+        for step in range(first, settings.steps):
+            stage = settings.stage(step)
+            stage_config = config.override({"dsa.top_k": stage.length}) if stage.dense else config
+            smooth = 1.0 if step < 30 else 0.1
+            trainable, biases, optimizer_state, metrics = train_step(
+                trainable, biases, optimizer_state, jnp.asarray(batches.at(step, stage)), zeros, stage_config,
+                optimizer, smooth,
+            )  # fmt: skip
+            if step % 20 == 0 or step + 1 == settings.steps:
+                values = {name: round(float(value), 4) for name, value in metrics.items()}
+                values |= {"step": step, "seconds": round(time.time() - started, 1), "length": stage.length}
+                if not math.isfinite(values["entropy"]):
+                    raise FloatingPointError(f"The loss is {values['entropy']} at step {step}; lower the learning rate.")
+                log.write(json.dumps(values) + "\n")
+                log.flush()
+                progress.update(bar, description=f"loss {values['entropy']:.3f} index {values['indexer']:.3f}")
+            progress.advance(bar)
+            if (step + 1) % save_every == 0 or step + 1 == settings.steps:
+                state = {
+                    "trainable": trainable,
+                    "biases": biases,
+                    "optimizer": jax.tree.leaves(optimizer_state),
+                }
+                manager.save(step + 1, args=ocp.args.StandardSave(state))
+                last = settings.stages[-1]
+                loss, _ = jax.jit(loss_function, static_argnames="config")(
+                    trainable, biases, jnp.asarray(validation.at(0, Stage(0, last.length, 16, False))), zeros, config
+                )
+                log.write(json.dumps({"step": step + 1, "heldout": round(float(loss), 4)}) + "\n")
+                log.flush()
+    manager.wait_until_finished()
+    parameters = quantize_experts(assemble(template, trainable | biases, quantized=False), config)
+    target = output / "checkpoint"
+    save_parameters(target, parameters, config, extra_files=[VOCABULARY, output / "training_log.jsonl"])
+    return target
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder of the run; continued if it exists")
+    parser.add_argument("--steps", type=int, default=Settings.steps)
+    parser.add_argument("--seed", type=int, default=Settings.seed)
+    arguments = parser.parse_args()
+    settings = Settings(steps=arguments.steps, seed=arguments.seed)
+    print(train(settings, arguments.output, ModelConfig.preset("nano")))
+
+
+if __name__ == "__main__":
+    main()

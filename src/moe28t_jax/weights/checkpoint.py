@@ -1,0 +1,170 @@
+"""A checkpoint folder in the public Hugging Face layout: which tensor lies in which shard."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from moe28t_jax.config import ModelConfig
+from moe28t_jax.weights.errors import CheckpointError, and_more
+from moe28t_jax.weights.safetensors import Entry, SafetensorsFile
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+
+
+class TensorInfo(NamedTuple):
+    """One stored tensor as `describe` lists it; `nbytes` are bytes on disk."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    shard: str
+
+
+def read_json(path: Path) -> object:
+    """Parsed JSON. Raises CheckpointError when the file is absent or is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{str(path)!r} is not valid JSON: {error}.") from error
+
+
+class Checkpoint:
+    """All shards of a folder (or one `.safetensors` file), mapped; nothing is read until a view is sliced.
+
+    Raises CheckpointError for an absent source, an index that contradicts the shards, or a damaged shard.
+    """
+
+    def __init__(self, source: str | Path) -> None:
+        path = Path(source)
+        self.source = path
+        self.shards: dict[str, SafetensorsFile] = {}
+        self._shard_of: dict[str, str] = {}
+        if path.is_file():
+            if path.suffix != ".safetensors":
+                raise CheckpointError(f"{str(path)!r} is neither a folder nor a .safetensors file.")
+            self.folder = path.parent
+            self._open([path.name])
+        elif path.is_dir():
+            self.folder = path
+            self._open_folder()
+        else:
+            raise CheckpointError(f"There is no checkpoint at {str(path)!r}: no such folder or file.")
+
+    def _open_folder(self) -> None:
+        single, index = self.folder / SINGLE_FILE, self.folder / INDEX_FILE
+        if single.exists() and index.exists():
+            raise CheckpointError(
+                f"{str(self.folder)!r} holds both {SINGLE_FILE} and {INDEX_FILE}; remove the one that "
+                "is not meant."
+            )
+        if single.exists():
+            self._open([SINGLE_FILE])
+            return
+        if not index.exists():
+            stray = sorted(file.name for file in self.folder.glob("*.safetensors"))
+            found = f"; it has {and_more(stray)}, which only an index can join" if stray else ""
+            raise CheckpointError(f"{str(self.folder)!r} has neither {SINGLE_FILE} nor {INDEX_FILE}{found}.")
+        content = read_json(index)
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{str(index)!r} has no weight_map from tensor names to shards.")
+        for name, shard in weight_map.items():
+            # The name is a file of this folder: anything else could lead out of it.
+            if not isinstance(shard, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", shard):
+                raise CheckpointError(
+                    f"{str(index)!r} maps tensor {name!r} to {shard!r}, which names no shard file."
+                )
+        shards = sorted(set(weight_map.values()))
+        absent = [shard for shard in shards if not (self.folder / shard).is_file()]
+        if absent:
+            raise CheckpointError(
+                f"{str(index)!r} names shards that are not there: {and_more(absent)}; fetch them."
+            )
+        self._open(shards)
+        for name, shard in weight_map.items():
+            if self._shard_of.get(name) != shard:
+                raise CheckpointError(
+                    f"{str(index)!r} places tensor {name!r} in {shard!r}, which does not hold it."
+                )
+        unlisted = [name for name in self._shard_of if name not in weight_map]
+        if unlisted:
+            shard = self._shard_of[unlisted[0]]
+            raise CheckpointError(f"{str(index)!r} does not list {and_more(unlisted)}, found in {shard!r}.")
+
+    def _open(self, shards: list[str]) -> None:
+        for shard in shards:
+            file = SafetensorsFile(self.folder / shard)
+            for name in file.entries:
+                if name in self._shard_of:
+                    raise CheckpointError(
+                        f"Tensor {name!r} is stored twice, in {self._shard_of[name]!r} and in {shard!r} of "
+                        f"{str(self.folder)!r}; remove one of the shards."
+                    )
+                self._shard_of[name] = shard
+            self.shards[shard] = file
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shard_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shard_of)
+
+    def __len__(self) -> int:
+        return len(self._shard_of)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.nbytes for file in self.shards.values() for entry in file.entries.values())
+
+    def shard_of(self, name: str) -> str:
+        """File name of the shard that holds a tensor."""
+        return self._shard_of[name]
+
+    def where(self, name: str) -> str:
+        """Tensor and file as error messages name them."""
+        return f"tensor {name!r} of {str(self.folder / self._shard_of[name])!r}"
+
+    def entry(self, name: str) -> Entry:
+        """Dtype, shape and place of one tensor."""
+        return self.shards[self._shard_of[name]].entries[name]
+
+    def view(self, name: str) -> np.ndarray:
+        """Read-only mapped view of one tensor (FP4: bytes of two codes)."""
+        return self.shards[self._shard_of[name]].view(name)
+
+    def release(self, name: str) -> None:
+        """Drop the resident pages of one tensor that has been consumed."""
+        self.shards[self._shard_of[name]].release(name)
+
+    def config(self) -> ModelConfig:
+        """The configuration beside the tensors. Raises CheckpointError when it is absent or not supported."""
+        path = self.folder / CONFIG_FILE
+        content = read_json(path)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{str(path)!r} is not a JSON object.")
+        try:
+            return ModelConfig.from_hf(content)
+        except ValueError as error:
+            raise CheckpointError(f"{str(path)!r} is not a usable configuration: {error}") from error
+
+
+def describe(source: str | Path) -> list[TensorInfo]:
+    """Every stored tensor, in the order of its bytes, without reading any tensor."""
+    checkpoint = Checkpoint(source)
+    return [
+        TensorInfo(name, entry.dtype, entry.shape, entry.nbytes, shard)
+        for shard, file in checkpoint.shards.items()
+        for name, entry in file.entries.items()
+    ]

@@ -1,0 +1,64 @@
+"""Host side of loading: aligned buffers that JAX adopts without a copy, and cache-friendly copies into
+them."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from moe28t_jax.config.declaration import Transform
+
+_ALIGNMENT = 64
+# Rows read at once while transposing: each output row then receives a whole number of cache lines.
+_ROWS = 64
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An uninitialised array whose first byte is 64-byte aligned, as `to_device` needs to adopt it."""
+    dtype = np.dtype(dtype)
+    size = prod(shape) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def to_device(buffer: np.ndarray) -> jax.Array:
+    """The buffer as a JAX array; on CPU they share memory, so the buffer must not be written afterwards."""
+    buffer.flags.writeable = False
+    return jax.device_put(buffer, may_alias=True)
+
+
+def copy_stored(source: np.ndarray, destination: np.ndarray, transform: Transform) -> None:
+    """Fill one contiguous program array from one stored tensor, converting floats between widths.
+
+    `reshape` keeps the order of elements; a destination longer than its source is filled up with zeros (A_log
+    stored without its padding). `transpose` turns a stored `[first axis, rest]` into `[rest, first axis]`.
+    """
+    if transform == "reshape":
+        flat, values = destination.reshape(-1), source.reshape(-1)
+        flat[values.size :] = 0
+        rows = max(1, (1 << 20) // max(1, values.itemsize))
+        for start in range(0, values.size, rows):
+            _assign(flat[start : min(start + rows, values.size)], values[start : start + rows])
+        return
+    matrix = source.reshape(source.shape[0], -1)
+    transposed = destination.reshape(matrix.shape[::-1])
+    for start in range(0, matrix.shape[0], _ROWS):
+        _assign(transposed[:, start : start + _ROWS], matrix[start : start + _ROWS].T)
+
+
+def _assign(destination: np.ndarray, source: np.ndarray) -> None:
+    # NumPy moves and widens integers several times faster than the bfloat16 of ml-dtypes.
+    if destination.dtype == source.dtype:
+        bits = np.dtype(f"u{source.itemsize}")
+        destination.view(bits)[...] = source.view(bits)
+    elif source.dtype == ml_dtypes.bfloat16 and destination.dtype == np.float32:
+        bits = destination.view(np.uint32)
+        bits[...] = source.view(np.uint16)
+        bits <<= np.uint32(16)
+    else:
+        destination[...] = source.astype(destination.dtype)
