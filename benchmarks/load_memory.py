@@ -1,8 +1,9 @@
 """Host memory and speed of loading an MXFP4 checkpoint.
 
-Draws a synthetic checkpoint (small hidden size, many experts) into a temporary folder, loads it in a fresh process
-and prints one JSON object: packed bytes, the peak of resident memory above the process before loading, the part of
-it beyond the packed bytes, seconds, MB/s. The files were just written, so they are read from the page cache.
+Draws a synthetic checkpoint (small hidden size, many experts) into a temporary folder, loads it in a fresh
+process and prints one JSON object: packed bytes, the peak of resident memory above the process before
+loading, the part of it beyond the packed bytes, seconds, MB/s. The files were just written, so they are
+read from the page cache.
 
     python benchmarks/load_memory.py --megabytes 2000
 """

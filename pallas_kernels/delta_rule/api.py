@@ -29,8 +29,8 @@ def _expect(op_name: str, name: str, array: Any, shape: tuple[int, ...], axes: s
 def _expect_sequence(op_name: str, k: Any, v: Any) -> tuple[int, int, int, int, int]:
     if len(k.shape) != 4 or len(v.shape) != 4:
         raise ValueError(
-            f"{op_name} got k of shape {tuple(k.shape)} and v of shape {tuple(v.shape)}, expected "
-            "[B, T, H, K] and [B, T, H, V]; add the missing axes, or call step for one token without a T axis."
+            f"{op_name} got k of shape {tuple(k.shape)} and v of shape {tuple(v.shape)}, "
+            "expected [B, T, H, K] and [B, T, H, V]; add the missing axes, or call step for one token."
         )
     batch, tokens, heads, key_dim = k.shape
     if tokens < 1:

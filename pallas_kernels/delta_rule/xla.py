@@ -86,7 +86,7 @@ def _prepare_chunks(x: tuple[Array | None, Array, Array, Array, Array]) -> _Chun
     The chunk's size must be a power of two and at least 2.
     """
     q_CK, k_CK, v_CV, log_decay_CK, beta_C = x
-    *lead, chunk, _ = k_CK.shape
+    chunk = k_CK.shape[-2]
     dtype = k_CK.dtype
     size = min(chunk, _BASE_SIZE)
     # Rows: k for L and, above it, q for A when an output is wanted. S stands for these one or two sources.
@@ -108,6 +108,16 @@ def _prepare_chunks(x: tuple[Array | None, Array, Array, Array, Array]) -> _Chun
     columns = in_blocks(k_CK, size)[..., None, :, :] * decay_NLIK
     scores_SNLIJ = _inputs.einsum("...snlik,...nljk->...snlij", rows, columns)
     scores_SNIJ = jnp.sum(jnp.where(is_pair, scores_SNLIJ, jnp.zeros((), dtype)), axis=-3)
+    # (I + L)^-1 by block forward substitution along the halvings, [[P, 0], [-Q X P, Q]]: with the inverses of
+    # the halves on the diagonal, the corners of one level are one masked product. The entries stay
+    # bounded because every I - beta k k^T contracts.
+    inverse_NIJ = jnp.eye(size, dtype=dtype)
+    for level in range(levels):
+        corner = jnp.where(is_pair[level], scores_SNIJ[..., -1, :, :, :], jnp.zeros((), dtype))
+        if level > 0:
+            corner = _inputs.einsum("...ij,...jk->...ik", corner, inverse_NIJ)
+            corner = _inputs.einsum("...ij,...jk->...ik", inverse_NIJ, corner)
+        inverse_NIJ = inverse_NIJ - corner
     since_start, until_end = exponents[..., levels, :, :], exponents[..., levels + 1, :, :]
     total = since_start[..., -1, :]
     while size < chunk:
@@ -125,19 +135,16 @@ def _prepare_chunks(x: tuple[Array | None, Array, Array, Array, Array]) -> _Chun
         corner = _inputs.einsum("...snik,...njk->...snij", rows, columns)
         scores_first, scores_second = halves(scores_SNIJ)
         scores_SNIJ = _block_lower(scores_first, corner, scores_second)
+        inverse_first, inverse_second = halves(inverse_NIJ)
+        corner = _inputs.einsum("...ij,...jk->...ik", corner[..., -1, :, :, :], inverse_first)
+        corner = _inputs.einsum("...ij,...jk->...ik", inverse_second, corner)
+        inverse_NIJ = _block_lower(inverse_first, -corner, inverse_second)
         since_start = jnp.concatenate([start_first, start_second + total_first[..., None, :]], axis=-2)
         until_end = jnp.concatenate([end_first + total_second[..., None, :], end_second], axis=-2)
         total = total_first + total_second
         size *= 2
     scores_SCC = scores_SNIJ[..., 0, :, :]
     eye_CC = jnp.eye(chunk, dtype=dtype)
-    solve_CC = jax.lax.linalg.triangular_solve(
-        scores_SCC[..., -1, :, :],
-        jnp.broadcast_to(eye_CC, (*lead, chunk, chunk)) * beta_C[..., None, :],
-        left_side=True,
-        lower=True,
-        unit_diagonal=True,
-    )
     decay_CK = jnp.exp(since_start[..., 0, :, :])
     qk_decayed_RK, scores_CC = k_CK * decay_CK, None
     if q_CK is not None:
@@ -148,7 +155,7 @@ def _prepare_chunks(x: tuple[Array | None, Array, Array, Array, Array]) -> _Chun
         k_remaining_CK=k_CK * jnp.exp(until_end[..., 0, :, :]),
         total_decay_K=jnp.exp(total[..., 0, :]),
         scores_CC=scores_CC,
-        solve_CC=solve_CC,
+        solve_CC=inverse_NIJ[..., 0, :, :] * beta_C[..., None, :],
         v_CV=v_CV,
     )
 

@@ -134,6 +134,8 @@ def _tiles(start: Array, end: Array, tile: int) -> Array:
     return (end - start + (tile - 1)) // tile
 
 
+# Compiled as one function so that calls outside jit do not compile their loops again each time.
+@functools.partial(jax.jit, static_argnames=("activation", "transposed"))
 def _products(
     activation: Activation | None,
     x: Array,
@@ -178,6 +180,7 @@ def _products(
         return lax.fori_loop(0, groups.count, one_expert, result)[:rows]
 
 
+@jax.jit
 def _weight_gradient(x: Array, cotangent: Array, w: Array, group_sizes: Array, layer: Array | None) -> Array:
     """Gradient of a float weight: per expert x^T cotangent, summed over its tiles, written in place."""
     rows = x.shape[0]

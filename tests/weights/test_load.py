@@ -251,7 +251,8 @@ def test_progress_ends_at_the_number_of_bytes(tiny: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_beside_the_packed_bytes_is_bounded() -> None:
-    """64 MB of packed experts: threads, header and mapped pages may take 32 MB more (a second copy would be 64)."""
+    """64 MB of packed experts: threads, header and mapped pages may take 32 MB more (a second copy would be
+    64)."""
     script = Path(__file__).parents[2] / "benchmarks" / "load_memory.py"
     for options in ([], ["--stacked"]):
         output = subprocess.run(

@@ -209,7 +209,7 @@ def test_an_interrupted_writer_leaves_no_file(tmp_path: Path) -> None:
 def test_the_writer_refuses_wrong_and_missing_tensors(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     with (
-        pytest.raises(ValueError, match="still lacks 1 tensors, e.g. 'b'"),
+        pytest.raises(ValueError, match=r"still lacks 1 tensors, e\.g\. 'b'"),
         SafetensorsWriter(path, {"a": ("U8", (4,)), "b": ("U8", (4,))}) as writer,
     ):
         with pytest.raises(ValueError, match="has 3 bytes"):

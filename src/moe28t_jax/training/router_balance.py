@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -21,10 +23,9 @@ def quantile_balance(
     margins_EN = jnp.sort((scores_NE - alpha_N1).T, axis=1)
     # Descending rank q lies between ascending positions count - q - 1 and count - q.
     share = count * top_k / experts
-    position = jnp.clip(count - share - 0.5, 0, count - 1)
-    low = jnp.floor(position).astype(jnp.int32)
-    high = jnp.minimum(low + 1, count - 1)
-    part = (position - low).astype(scores_NE.dtype)
+    position = min(max(count - share - 0.5, 0.0), count - 1.0)
+    low = math.floor(position)
+    high, part = min(low + 1, count - 1), position - low
     quantile_E = margins_EN[:, low] * (1 - part) + margins_EN[:, high] * part
     return -(quantile_E - jnp.mean(quantile_E))
 

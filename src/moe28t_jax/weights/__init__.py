@@ -4,6 +4,7 @@ from moe28t_jax.weights.checkpoint import Checkpoint, TensorInfo, describe
 from moe28t_jax.weights.convert import convert
 from moe28t_jax.weights.errors import CheckpointError
 from moe28t_jax.weights.load import load_parameters
+from moe28t_jax.weights.quantize import quantize_experts
 from moe28t_jax.weights.save import declared_values, save_parameters
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "declared_values",
     "describe",
     "load_parameters",
+    "quantize_experts",
     "save_parameters",
 ]

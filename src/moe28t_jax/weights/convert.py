@@ -29,7 +29,7 @@ from moe28t_jax.weights.save import write_config, write_index
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor, quantize
 
 # Files that belong to other weight formats are not carried along.
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".partial")
+_OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".partial")
 
 Action = Literal["copy", "quantize", "dequantize"]
 Entries = dict[str, tuple[str, tuple[int, ...]]]
@@ -38,7 +38,7 @@ Entries = dict[str, tuple[str, tuple[int, ...]]]
 def convert(
     source: str | Path,
     target: str | Path,
-    to: Literal["mxfp4", "bfloat16"] = "mxfp4",
+    to: str = "mxfp4",
     progress: Progress | None = None,
 ) -> None:
     """Rewrite a checkpoint folder with its routed experts as MXFP4, or back as bfloat16.

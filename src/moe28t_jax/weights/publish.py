@@ -7,11 +7,12 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from moe28t_jax.weights.checkpoint import CONFIG_FILE
+from moe28t_jax.weights.checkpoint import CONFIG_FILE, INDEX_FILE
 from moe28t_jax.weights.errors import CheckpointError
 
 _AT_FDCWD = -100
@@ -19,11 +20,9 @@ _RENAME_EXCHANGE = 2
 
 
 def is_weight_file(path: Path) -> bool:
-    """Whether a file of a checkpoint folder belongs to the weights (and not to a tokenizer or a reader)."""
-    return (
-        path.name == CONFIG_FILE
-        or path.suffix == ".safetensors"
-        or path.name.endswith(".safetensors.index.json")
+    """Whether a file of a checkpoint folder is one that saving writes (and not, say, a tokenizer)."""
+    return path.name in (CONFIG_FILE, INDEX_FILE) or bool(
+        re.fullmatch(r"model(-.*)?\.safetensors", path.name)
     )
 
 
@@ -38,8 +37,7 @@ def check_target(folder: Path) -> None:
         if any(folder.iterdir()) and not (folder / CONFIG_FILE).is_file():
             raise CheckpointError(
                 f"{str(folder)!r} exists, is not empty and has no {CONFIG_FILE}, so it is no checkpoint "
-                "to replace; "
-                "choose another folder."
+                "to replace; choose another folder."
             )
     elif folder.exists():
         raise CheckpointError(f"{str(folder)!r} is a file; choose a folder for the checkpoint.")

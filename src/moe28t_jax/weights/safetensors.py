@@ -207,7 +207,7 @@ class SafetensorsFile:
         """Drop the resident pages of one tensor and around it; views stay valid and read the file again."""
         entry = self.entries[name]
         if entry.nbytes and hasattr(mmap, "MADV_DONTNEED"):
-            # Reading one page also maps those around it, which would otherwise add up over the tensors of a file.
+            # Reading one page also maps those around it: over many small tensors they would add up.
             start = max(0, self._data + entry.start - _MARGIN) // mmap.PAGESIZE * mmap.PAGESIZE
             stop = min(self.size, self._data + entry.stop + _MARGIN)
             self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)

@@ -29,7 +29,8 @@ from moe28t_jax.chat.tokenizer import Tokenizer
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.model.network import Inputs, project_logits, run
 from moe28t_jax.model.parameters import Parameters, initialize
-from moe28t_jax.training.nano.corpus import encode_corpus, load_corpus
+from moe28t_jax.training.nano.corpus import load_corpus
+from moe28t_jax.training.nano.vocabulary import encode_corpus
 from moe28t_jax.training.router_balance import max_violation, quantile_balance
 from moe28t_jax.weights import quantize_experts, save_parameters
 from pallas_kernels import mxfp4_matmul
@@ -142,7 +143,8 @@ def train_step(trainable, biases, optimizer_state, tokens_BT, template, config, 
     (_, auxiliary), gradients = jax.value_and_grad(loss_function, has_aux=True)(
         trainable, biases, tokens_BT, template, config
     )
-    updates, optimizer_state = optimizer.update(gradients, optimizer_state, trainable)
+    with jax.numpy_dtype_promotion("standard"):  # optax relies on implicit promotion
+        updates, optimizer_state = optimizer.update(gradients, optimizer_state, trainable)
     trainable = optax.apply_updates(trainable, updates)
     violations, new_biases = [], {}
     for (name, bias_E), layer in zip(sorted(biases.items(), key=_layer_order), auxiliary["routers"], strict=True):
@@ -255,7 +257,7 @@ def train(settings: Settings, output: Path, config: ModelConfig, save_every: int
     manager.wait_until_finished()
     parameters = quantize_experts(assemble(template, trainable | biases, quantized=False), config)
     target = output / "checkpoint"
-    save_parameters(target, parameters, config, extra_files=[VOCABULARY, output / "training_log.jsonl"])
+    save_parameters(target, parameters, config, tokenizer_files=[VOCABULARY, output / "training_log.jsonl"])
     return target
 
 
