@@ -261,8 +261,8 @@ def delta_rule(
     )
     if k_BTHK.shape[1] == 1:
         with jax.named_scope("delta_rule_step"):
-            first = (a[:, 0] for a in (x.q_BTHK, x.k_BTHK, x.v_BTHV, x.log_decay_BTHK, x.beta_BTH))
-            o_BHV, state = _step(*first, x.state_BHKV)
+            q, k, v, g, beta = (a[:, 0] for a in (x.q_BTHK, x.k_BTHK, x.v_BTHV, x.log_decay_BTHK, x.beta_BTH))
+            o_BHV, state = _step(q, k, v, g, beta, x.state_BHKV)
         o_BTHV, boundaries = o_BHV[:, None], state[None]
     else:
         log_decay = x.log_decay_BTHK

@@ -347,6 +347,7 @@ def test_bfloat16_inputs_compute_in_float32(implementation: str) -> None:
     np.testing.assert_array_equal(state, state_high)
 
 
+@pytest.mark.slow
 def test_memory_of_the_gradient() -> None:
     heads, key_dim = 2, 64
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """float32 for narrower types, float64 for float64: what reductions, gates and routers compute in."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
 
 
 def linear(x: Float[Array, "*batch n"], weight: Float[Array, "n m"]) -> Float[Array, "*batch m"]:

@@ -17,6 +17,7 @@ from flax import nnx
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.config.declaration import Parameter, declare_globals, declare_layer
 from moe28t_jax.config.segments import segments
+from moe28t_jax.model.numerics import compute_dtype
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor
 
 
@@ -99,7 +100,7 @@ def build(
 
 def _value_dtype(parameter: Parameter, dtype: jnp.dtype) -> jnp.dtype:
     """Parameters kept in float32 by the public layout stay so; in a float64 model they widen with it."""
-    return jnp.promote_types(dtype, jnp.float32) if parameter.dtype == "float32" else jnp.dtype(dtype)
+    return compute_dtype(dtype) if parameter.dtype == "float32" else jnp.dtype(dtype)
 
 
 def _shape(parameter: Parameter, layers: tuple[int, ...] | None) -> tuple[int, ...]:

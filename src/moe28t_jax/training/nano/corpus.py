@@ -1,7 +1,7 @@
 """Corpus of the small trained model: text that a Python installation already carries.
 
-The documents are the sources of the standard library (its test package too, where it is installed) and the
-help topics of ``pydoc``. Nothing is downloaded. Which documents exist depends on the installation, so a data
+The documents are the sources of the standard library, without its tests (many installations leave them out),
+and the help topics of ``pydoc``. Nothing is downloaded. Which documents exist depends on the installation, so a data
 hash identifies the corpus that a model was trained on.
 """
 
@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TOPICS_FILE = "pydoc_data/topics.py"
-HELDOUT_MODULUS = 10
+HELDOUT_MODULUS = 5
 
 # Installed packages are not the standard library. The codecs are generated, near copies of one another: they
 # would put almost the same text on both sides of the split.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "encodings"})
+_TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 # Generated for one build, with the paths of the machine that built it.
 _SKIPPED_PREFIX = "_sysconfigdata"
 _TABLE_LINE = re.compile(
@@ -53,10 +54,10 @@ class Corpus:
 def load_corpus(root: str | os.PathLike[str] | None = None) -> Corpus:
     """Read the corpus below ``root``, by default this Python's standard library.
 
-    Every ``.py`` file is a document, except installed packages, files that are not UTF-8, empty files,
+    Every ``.py`` file is a document, except installed packages, tests, files that are not UTF-8, empty files,
     generated codecs and other tables of data, and build records; so is every topic of ``pydoc``. Of documents
     with the same content the one whose name sorts first is kept. A document is held out when its hash, as an
-    integer, is divisible by 10: the split depends on nothing but content. Raises ValueError when ``root``
+    integer, is divisible by 5: the split depends on nothing but content. Raises ValueError when ``root``
     holds no document.
     """
     root = Path(root if root is not None else sysconfig.get_paths()["stdlib"])
@@ -97,7 +98,7 @@ def gzip_bits_per_byte(text: str) -> float:
 
 def _read_texts(root: Path) -> Iterator[tuple[str, str]]:
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS | _TEST_FOLDERS]
         for file in files:
             if not file.endswith(".py") or file.startswith(_SKIPPED_PREFIX):
                 continue
