@@ -1,4 +1,7 @@
-"""Sparse attention in portable JAX: blocks of queries, each over its own gathered keys.
+"""Sparse attention in portable JAX: blocks of queries, each over its own gathered keys, or masked.
+
+With many queries over few keys per selected one (training, short prefill), matrix products over all keys with
+the others masked cost less than gathering a row per query and selected key; elsewhere keys are gathered.
 
 The keys of a block of queries are gathered once ([block, N, C], about `rows.GATHER_BYTES`) and the whole
 softmax of a query is done at once, so nothing is ever as wide as the cache. The backward pass walks the same
@@ -15,6 +18,15 @@ from pallas_kernels._typing import Array, Float, Int
 from pallas_kernels.sparse_attention import rows as key_rows
 
 _HIGHEST = jax.lax.Precision.HIGHEST
+
+_MASKED_KEYS_PER_SELECTED = 16
+"""Up to this many keys per selected one the masked form is used; gathered rows are that much less efficient."""
+
+_MASKED_QUERIES = 16
+"""Fewer queries than this always gather: they would read the whole cache for a few rows of it."""
+
+_SCORE_BYTES = 64 * 2**20
+"""About the size of one block's logits in the masked form."""
 
 
 def _attend(
@@ -112,7 +124,52 @@ def _backward(scale, value_dim, paged, residuals, cotangents):
 _attention.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "value_dim"))
+def _masked_attention(
+    q_BQHC: Array, kv_BSC: Array, rows_BQN: Array, exists_BQN: Array, scale: float, value_dim: int
+) -> tuple[Array, Array]:
+    """All keys, with those that a query did not select masked: plain matrix products, plain gradients."""
+    dtype = key_rows.compute_dtype(q_BQHC, kv_BSC)
+    batch, keys, _ = kv_BSC.shape
+    queries, heads = q_BQHC.shape[1:3]
+    block = max(1, min(queries, _SCORE_BYTES // (batch * heads * keys * dtype.itemsize)))
+
+    @jax.checkpoint
+    def attend(part: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        q, rows, exists = part
+        with jax.named_scope("mask"):
+            one = jnp.where(exists, rows, keys)
+            b = jnp.arange(batch, dtype=rows.dtype)[:, None, None]
+            t = jnp.arange(rows.shape[1], dtype=rows.dtype)[None, :, None]
+            selected_BQS = jnp.zeros((batch, rows.shape[1], keys), bool).at[b, t, one].set(True, mode="drop")
+            used_BS1 = jnp.any(selected_BQS, axis=1)[..., None]
+        kv = jnp.where(used_BS1, kv_BSC, jnp.zeros((), kv_BSC.dtype)).astype(dtype)
+        with jax.named_scope("logits"):
+            logits = scale * jnp.einsum("bqhc,bsc->bhqs", q.astype(dtype), kv, precision=_HIGHEST)
+        with jax.named_scope("softmax"):
+            logits = jnp.where(selected_BQS[:, None], logits, -jnp.inf)
+            maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+            maximum = jnp.where(jnp.isneginf(maximum), 0, maximum)
+            weights = jnp.exp(logits - maximum)
+            total = jnp.sum(weights, axis=-1)
+            empty = total == 0
+            safe = jnp.where(empty, 1, total)
+        with jax.named_scope("values"):
+            o = jnp.einsum(
+                "bhqs,bsv->bqhv", weights / safe[..., None], kv[..., :value_dim], precision=_HIGHEST
+            )
+        logsumexp = jnp.where(empty, -jnp.inf, maximum[..., 0] + jnp.log(safe))
+        return o.astype(q_BQHC.dtype), jnp.swapaxes(logsumexp, 1, 2)
+
+    parts = (
+        key_rows.split_queries(q_BQHC, block, 0),
+        key_rows.split_queries(rows_BQN, block, 0),
+        key_rows.split_queries(exists_BQN, block, False),
+    )
+    o, logsumexp = jax.lax.map(attend, parts)
+    return key_rows.join_queries(o, queries), key_rows.join_queries(logsumexp, queries)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "value_dim", "masked"))
 def sparse_attention(
     q_BQHC: Float[Array, "B Q H C"],
     kv_latent: Float[Array, "rows keys C"],
@@ -120,9 +177,17 @@ def sparse_attention(
     scale: float,
     value_dim: int,
     page_table_BP: Int[Array, "B pages"] | None = None,
+    masked: bool | None = None,
 ) -> tuple[Float[Array, "B Q H V"], Float[Array, "B Q H"]]:
-    """`pallas_kernels.sparse_attention.sparse_attention` by gathering the selected keys."""
+    """`pallas_kernels.sparse_attention.sparse_attention` by gathering the selected keys, or by masking the
+    others; `masked` None decides by the shapes (pages are always gathered)."""
+    if masked is None:
+        queries, selected = indices_BQN.shape[1:]
+        few = kv_latent.shape[1] <= _MASKED_KEYS_PER_SELECTED * selected
+        masked = few and queries >= _MASKED_QUERIES and page_table_BP is None
     with jax.named_scope("sparse_attention"):
         rows_BQN, exists_BQN = key_rows.physical_rows(indices_BQN, kv_latent, page_table_BP)
         arrays = key_rows.match_varying(q_BQHC, kv_latent, rows_BQN, exists_BQN)
+        if masked:
+            return _masked_attention(*arrays, scale, value_dim)
         return _attention(*arrays, scale, value_dim, page_table_BP is not None)

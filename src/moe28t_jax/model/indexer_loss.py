@@ -9,6 +9,38 @@ from jaxtyping import Array, Float, Int
 from moe28t_jax.model.numerics import compute_dtype
 from pallas_kernels import index_select
 
+# Up to this many keys per selected one, products over all keys cost less than gathering rows per query.
+_DENSE_KEYS_PER_SELECTED = 16
+
+
+def _dense_loss(q_latent_BTHC, latent_BSC, q_index_BTID, key_BSD, weights_BTI, indices_BTN, scale, use_relu):
+    """`indexer_loss` over all keys with those that are not named masked, one batch row at a time."""
+    dtype = compute_dtype(q_latent_BTHC.dtype)
+    keys = latent_BSC.shape[1]
+
+    @jax.checkpoint
+    def row_loss(row):
+        q_THC, rows_SC, q_TID, key_SD, weights_TI, indices_TN = row
+        t = jnp.arange(indices_TN.shape[0], dtype=jnp.int32)[:, None]
+        named = jnp.where(indices_TN >= 0, indices_TN, keys)
+        keep_TS = jnp.zeros((indices_TN.shape[0], keys), bool).at[t, named].set(True, mode="drop")
+        exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": dtype}
+        logits_HTS = scale * jnp.einsum("THC,SC->HTS", q_THC, rows_SC, **exact)
+        target_TS = jnp.mean(jax.nn.softmax(jnp.where(keep_TS, logits_HTS, -1e30), axis=-1), axis=0)
+        target_TS = jax.lax.stop_gradient(jnp.where(keep_TS, target_TS, 0.0))
+        dots_TIS = jnp.einsum("TID,SD->TIS", q_TID, key_SD, **exact)
+        if use_relu:
+            dots_TIS = jax.nn.relu(dots_TIS)
+        size = (q_TID.shape[1] * q_TID.shape[2]) ** -0.5
+        scores_TS = size * jnp.einsum("TIS,TI->TS", dots_TIS, weights_TI.astype(dtype), **exact)
+        log_index_TS = jax.nn.log_softmax(jnp.where(keep_TS, scores_TS, -1e30), axis=-1)
+        log_target_TS = jnp.log(jnp.maximum(target_TS, 1e-10))
+        return jnp.sum(jnp.where(keep_TS, target_TS * (log_target_TS - log_index_TS), 0.0), axis=-1)
+
+    with jax.named_scope("indexer_loss"):
+        detached = jax.lax.stop_gradient((q_latent_BTHC, latent_BSC))
+        return jax.lax.map(row_loss, (*detached, q_index_BTID, key_BSD, weights_BTI, indices_BTN))
+
 
 def indexer_loss(
     q_latent_BTHC: Float[Array, "B T H C"],
@@ -24,6 +56,10 @@ def indexer_loss(
     name every visible key). p is the head average of the attention probabilities, detached: the loss trains
     the indexer alone. Index -1 is skipped; a query without keys gives 0.
     """
+    if latent_BSC.shape[1] <= _DENSE_KEYS_PER_SELECTED * indices_BTN.shape[2]:
+        return _dense_loss(
+            q_latent_BTHC, latent_BSC, q_index_BTID, key_BSD, weights_BTI, indices_BTN, scale, use_relu
+        )
     dtype = compute_dtype(q_latent_BTHC.dtype)
     valid_BTN = indices_BTN >= 0
     some_BT = jnp.any(valid_BTN, axis=-1)
@@ -32,7 +68,11 @@ def indexer_loss(
         q_THC, rows_SC, indices_TN = inputs
         gathered_TNC = rows_SC[jnp.maximum(indices_TN, 0)]
         logits_THN = scale * jnp.einsum(
-            "THC,TNC->THN", q_THC, gathered_TNC, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype
+            "THC,TNC->THN",
+            q_THC,
+            gathered_TNC,
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=dtype,
         )
         keep_T1N = (indices_TN >= 0)[:, None]
         logits_THN = jnp.where(keep_T1N, logits_THN, -jnp.inf)
@@ -44,7 +84,9 @@ def indexer_loss(
         target_BTN = jax.lax.map(
             attention, jax.lax.stop_gradient((q_latent_BTHC, latent_BSC, jnp.asarray(indices_BTN)))
         )
-        scores_BTN = index_select.scores_at(q_index_BTID, key_BSD, weights_BTI, indices_BTN, use_relu=use_relu)
+        scores_BTN = index_select.scores_at(
+            q_index_BTID, key_BSD, weights_BTI, indices_BTN, use_relu=use_relu
+        )
         scores_BTN = jnp.where(valid_BTN, scores_BTN, -1e30)
         log_index_BTN = jax.nn.log_softmax(scores_BTN, axis=-1)
         log_target_BTN = jnp.log(jnp.maximum(target_BTN, 1e-10))

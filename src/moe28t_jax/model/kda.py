@@ -80,11 +80,19 @@ def kda_attention(
         decay_BTHK = log_decay(
             raw_BTHK, parameters["A_log"][: kda.num_heads], parameters["dt_bias"], kda.gate_lower_bound
         )
-        o_BTHV, state_BHKV = delta_rule.delta_rule(
-            q_BTHK, k_BTHK, v_BTC.reshape(heads), decay_BTHK, beta_BTH, read(cache.state_BHKV, repeat), lengths_B
+        o_BTHV, state_BHKV, *_ = delta_rule.delta_rule(
+            q_BTHK,
+            k_BTHK,
+            v_BTC.reshape(heads),
+            decay_BTHK,
+            beta_BTH,
+            read(cache.state_BHKV, repeat),
+            lengths_B,
         )
     with jax.named_scope("kda_output"):
-        gated_BTHV = gated_rms_norm(o_BTHV, parameters["o_norm"], gate_BTC.reshape(heads), config.rms_norm_eps)
+        gated_BTHV = gated_rms_norm(
+            o_BTHV, parameters["o_norm"], gate_BTC.reshape(heads), config.rms_norm_eps
+        )
         out_BTD = linear(gated_BTHV.reshape(batch, count, kda.size), parameters["o_proj"])
     return out_BTD, KDACache(
         replace(cache.state_BHKV, repeat, state_BHKV), replace(cache.window_BWC, repeat, window_BWC)

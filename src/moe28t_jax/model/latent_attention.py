@@ -51,7 +51,9 @@ def latent_attention(
         latent_BSL, k_rope_BSR = tile_BSC[..., :rank], tile_BSC[..., rank:]
         k_BSHN = exact("BSL,LHN->BSHN", latent_BSL, up_k_LHN).astype(tile_BSC.dtype)
         v_BSHV = exact("BSL,LHV->BSHV", latent_BSL, up_v_LHV).astype(tile_BSC.dtype)
-        scores = exact("BTHN,BSHN->BHTS", q_nope_BTHN, k_BSHN) + exact("BTHR,BSR->BHTS", q_rope_BTHR, k_rope_BSR)
+        scores = exact("BTHN,BSHN->BHTS", q_nope_BTHN, k_BSHN) + exact(
+            "BTHR,BSR->BHTS", q_rope_BTHR, k_rope_BSR
+        )
         return scores, v_BSHV
 
     def attend(carry, tile_BSC, key_positions_S):
@@ -72,7 +74,7 @@ def latent_attention(
         read = exact("BHTS,BSHV->BHTV" if expand else "BHTS,BSV->BHTV", weights_BHTS, values)
         return new_highest_BHT, total_BHT, sum_BHTV * kept_BHT[..., None] + read
 
-    batch, keys, width = latent_BSC.shape
+    batch, keys, _ = latent_BSC.shape
     tile = max(128, _SCORE_BUDGET // (batch * queries * heads) // 128 * 128)
     value_dim = up_v_LHV.shape[-1] if expand else rank
     carry = (
@@ -90,8 +92,12 @@ def latent_attention(
                 # The last tile is moved back to fit; keys it repeats are masked by an impossible position.
                 begin = jnp.minimum(start, keys - tile)
                 key_positions_S = begin + jnp.arange(tile, dtype=jnp.int32)
-                key_positions_S = jnp.where(key_positions_S < start, jnp.iinfo(jnp.int32).max, key_positions_S)
-                return attend(carry, jax.lax.dynamic_slice_in_dim(latent_BSC, begin, tile, 1), key_positions_S)
+                key_positions_S = jnp.where(
+                    key_positions_S < start, jnp.iinfo(jnp.int32).max, key_positions_S
+                )
+                return attend(
+                    carry, jax.lax.dynamic_slice_in_dim(latent_BSC, begin, tile, 1), key_positions_S
+                )
 
             return jax.lax.cond(start <= last, visit, lambda carry: carry, carry), None
 

@@ -59,7 +59,9 @@ def mla_attention(
             q_latent_BTL = None
             q_BTC = linear(x_BTD, parameters["q_proj"])
         else:
-            q_latent_BTL = rms_norm(linear(x_BTD, parameters["q_a_proj"]), parameters["q_a_norm"], mla.latent_eps)
+            q_latent_BTL = rms_norm(
+                linear(x_BTD, parameters["q_a_proj"]), parameters["q_a_norm"], mla.latent_eps
+            )
             q_BTC = linear(q_latent_BTL, parameters["q_b_proj"])
         q_BTHC = q_BTC.reshape(batch, count, mla.num_heads, mla.qk_head_dim)
         q_nope_BTHN, q_rope_BTHR = q_BTHC[..., : mla.qk_nope_head_dim], q_BTHC[..., mla.qk_nope_head_dim :]
@@ -91,7 +93,9 @@ def mla_attention(
     positions_BT = jnp.where(offsets_BT < lengths_B[:, None], starts_B[:, None] + offsets_BT, -1)
     # With room for no more keys than a query may read, selection takes all that are visible.
     sparse = indexer is not None and dsa is not None and latent_BSC.shape[1] > dsa.top_k
-    needs_queries = indexer is not None and (sparse or bool(collect & {"index_sets", "index_scores", "indexer_loss"}))
+    needs_queries = indexer is not None and (
+        sparse or bool(collect & {"index_sets", "index_scores", "indexer_loss"})
+    )
 
     q_index_BTHD = weights_BTH = indices_BTN = None
     if needs_queries:
@@ -146,10 +150,19 @@ def mla_attention(
                 q_nope_BTHN, q_rope_BTHR, latent_BSC, up_k_LHN, up_v_LHV, positions_BT, mla.scale
             )
     if "indexer_loss" in collect and indexer is not None:
-        assert dsa is not None and q_index_BTHD is not None and weights_BTH is not None and key_BSD is not None
+        assert (
+            dsa is not None and q_index_BTHD is not None and weights_BTH is not None and key_BSD is not None
+        )
         assert indices_BTN is not None
         auxiliary["indexer_loss"] = indexer_loss(
-            q_latent_BTHC, latent_BSC, q_index_BTHD, key_BSD, weights_BTH, indices_BTN, mla.scale, dsa.use_relu
+            q_latent_BTHC,
+            latent_BSC,
+            q_index_BTHD,
+            key_BSD,
+            weights_BTH,
+            indices_BTN,
+            mla.scale,
+            dsa.use_relu,
         )
 
     with jax.named_scope("mla_output"):

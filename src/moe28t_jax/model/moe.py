@@ -12,7 +12,9 @@ from moe28t_jax.model.parameters import Group
 from pallas_kernels import mxfp4_matmul
 
 
-def gated_mlp(parameters: Group, x: Float[Array, "*batch n"], config: ModelConfig) -> Float[Array, "*batch n"]:
+def gated_mlp(
+    parameters: Group, x: Float[Array, "*batch n"], config: ModelConfig
+) -> Float[Array, "*batch n"]:
     """down( act(gate(x), up(x)) )."""
     gate, up = linear(x, parameters["gate_proj"]), linear(x, parameters["up_proj"])
     if config.activation == "situ":

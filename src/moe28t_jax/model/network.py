@@ -79,7 +79,15 @@ def _attention(
     if config.attention_kinds[layer] != "kda":
         indexer = parameters.indexer if config.attention_kinds[layer] == "dsa" else None
         return mla_attention(
-            parameters.attention, indexer, x_BTD, cache, step.starts_B, step.lengths_B, config, repeat, step.collect
+            parameters.attention,
+            indexer,
+            x_BTD,
+            cache,
+            step.starts_B,
+            step.lengths_B,
+            config,
+            repeat,
+            step.collect,
         )
     fresh = cache is None
     if fresh:
@@ -249,7 +257,9 @@ def run(
     """
     _check(parameters, inputs, cache, config)
     batch, count = inputs.token_ids.shape
-    lengths_B = jnp.full((batch,), count, jnp.int32) if inputs.lengths is None else jnp.asarray(inputs.lengths)
+    lengths_B = (
+        jnp.full((batch,), count, jnp.int32) if inputs.lengths is None else jnp.asarray(inputs.lengths)
+    )
     valid_BT: Bool[Array, "B T"] = jnp.arange(count, dtype=jnp.int32)[None, :] < lengths_B[:, None]
     starts_B: Int[Array, " B"] = jnp.zeros((batch,), jnp.int32) if cache is None else cache.lengths_B
     step = Step(starts_B, lengths_B.astype(jnp.int32), valid_BT, config, collect)
@@ -286,7 +296,9 @@ def run(
             new_segments.append(caches)
     with jax.named_scope("final_norm"):
         output_mix = parameters.output_mix if config.residual_block_size is not None else None
-        hidden_BTD = rms_norm(_mixed(stream, output_mix, config), parameters["final_norm"], config.rms_norm_eps)
+        hidden_BTD = rms_norm(
+            _mixed(stream, output_mix, config), parameters["final_norm"], config.rms_norm_eps
+        )
     new_cache = None if cache is None else Cache(cache.lengths_B + step.lengths_B, new_segments)
     return Result(hidden_BTD, new_cache, auxiliary)
 
@@ -332,7 +344,9 @@ def forward(
     hidden = result.hidden_BTD
     if logits == "last":
         batch, count = inputs.token_ids.shape
-        lengths = jnp.full((batch,), count, jnp.int32) if inputs.lengths is None else jnp.asarray(inputs.lengths)
+        lengths = (
+            jnp.full((batch,), count, jnp.int32) if inputs.lengths is None else jnp.asarray(inputs.lengths)
+        )
         hidden = last_hidden(hidden, lengths)
     return project_logits(parameters, hidden), result.cache
 

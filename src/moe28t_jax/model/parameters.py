@@ -8,7 +8,7 @@ read the attributes that the declaration names, e.g. `layer.attention.q_proj`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,11 @@ class PackedWeight(nnx.Variable):
 
 
 class Group(nnx.Module):
-    """A named collection of weights and sub-groups; an absent optional weight reads as None via `get`."""
+    """A named collection of weights and sub-groups."""
 
-    def get(self, name: str) -> Any:
-        """The value of a weight, or None where this model has none of that name."""
-        variable = getattr(self, name, None)
-        return None if variable is None else variable.get_value()
+    if TYPE_CHECKING:
+        # Attributes follow from the declaration.
+        def __getattr__(self, name: str) -> Any: ...
 
     def __getitem__(self, name: str) -> Any:
         """The value of a weight: an array or an `MXFP4Tensor`."""
@@ -98,7 +97,7 @@ def build(
     return parameters
 
 
-def _value_dtype(parameter: Parameter, dtype: jnp.dtype) -> jnp.dtype:
+def _value_dtype(parameter: Parameter, dtype: Any) -> jnp.dtype:
     """Parameters kept in float32 by the public layout stay so; in a float64 model they widen with it."""
     return compute_dtype(dtype) if parameter.dtype == "float32" else jnp.dtype(dtype)
 
@@ -119,16 +118,20 @@ def abstract(
         shape = _shape(parameter, layers)
         if parameter.quantizable and config.expert_quantization == "mxfp4":
             *leading, size_in, size_out = shape
-            scales = jax.ShapeDtypeStruct((*leading, size_in // 32, size_out), jnp.uint8)
-            if layout == "float4_kn":
-                return MXFP4Tensor(jax.ShapeDtypeStruct(shape, jnp.float4_e2m1fn), scales, layout)
-            return MXFP4Tensor(jax.ShapeDtypeStruct((*leading, size_in // 2, size_out), jnp.uint8), scales, layout)
+            tensor = MXFP4Tensor(
+                jax.ShapeDtypeStruct((*leading, size_in // 2, size_out), jnp.uint8),
+                jax.ShapeDtypeStruct((*leading, size_in // 32, size_out), jnp.uint8),
+                "packed_kn",
+            )
+            return jax.eval_shape(lambda tensor: tensor.to_layout(layout), tensor)
         return jax.ShapeDtypeStruct(shape, _value_dtype(parameter, dtype))
 
     return build(config, stacked, make)
 
 
-def initialize(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, stacked: bool = False) -> Parameters:
+def initialize(
+    config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, stacked: bool = False
+) -> Parameters:
     """Random parameters; routed experts are ordinary arrays (quantise them with `moe28t_jax.weights`).
 
     Matrices are normal with `config.initializer_range`; the forget gate starts with time constants spread

@@ -36,7 +36,9 @@ def mix(
         scores = []
         for index, candidate in enumerate(candidates):
             wide = candidate.astype(dtype)
-            score = jnp.sum(wide * direction, axis=-1) * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1) + eps)
+            score = jnp.sum(wide * direction, axis=-1) * jax.lax.rsqrt(
+                jnp.mean(jnp.square(wide), axis=-1) + eps
+            )
             if count is not None and index < len(candidates) - 1:
                 score = jnp.where(index < count, score, -jnp.inf)
             scores.append(score)

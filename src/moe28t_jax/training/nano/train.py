@@ -52,14 +52,14 @@ class Stage:
 class Settings:
     """Everything a run depends on; written beside the result."""
 
-    steps: int = 2400
+    steps: int = 900
     seed: int = 0
-    muon_learning_rate: float = 6e-3
-    adam_learning_rate: float = 6e-3
+    muon_learning_rate: float = 4e-3
+    adam_learning_rate: float = 2e-3
     weight_decay: float = 0.05
-    warmup: int = 40
+    warmup: int = 30
     final_rate: float = 0.02
-    stages: tuple[Stage, ...] = (Stage(0.3, 128, 32, True), Stage(0.7, 1024, 4, False))
+    stages: tuple[Stage, ...] = (Stage(0.35, 128, 16, True), Stage(0.65, 512, 4, False))
 
     def stage(self, step: int) -> Stage:
         end = 0.0
@@ -75,7 +75,9 @@ Flat = dict[str, jax.Array]
 
 def flatten(parameters: Parameters) -> Flat:
     """Arrays by their path in the tree."""
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)}
+    return {
+        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)
+    }
 
 
 def _is_bias(name: str) -> bool:
@@ -83,12 +85,32 @@ def _is_bias(name: str) -> bool:
 
 
 def _uses_muon(name: str, value: jax.Array) -> bool:
-    plain = not any(part in name for part in ("embedding", "head", "_conv", "dt_bias", "router"))
-    return value.ndim >= 2 and plain
+    plain = not any(part in name for part in ("embedding", "head", "_conv", "dt_bias", "router_bias"))
+    return value.ndim >= 3 and plain
 
 
-def make_optimizer(settings: Settings, trainable: Flat) -> optax.GradientTransformation:
-    """Muon on matrices (each expert by itself), AdamW on embeddings, head, router, convolutions and vectors."""
+def stack(arrays: Flat) -> Flat:
+    """Arrays of the same place in different layers as one: the optimiser's program is as small as one layer's."""
+    grouped: dict[str, list[jax.Array]] = {}
+    for name, value in arrays.items():
+        place = name.split("][0]", 1)[1] if name.startswith(".segments") else name
+        grouped.setdefault(f"{place} {value.shape}", []).append(value)
+    return {place: jnp.stack(values) for place, values in grouped.items()}
+
+
+def unstack(stacked: Flat, names: Flat) -> Flat:
+    """Undo `stack` for arrays named as in `names`."""
+    places = {place: iter(values) for place, values in stacked.items()}
+    result = {}
+    for name, value in names.items():
+        place = name.split("][0]", 1)[1] if name.startswith(".segments") else name
+        result[name] = next(places[f"{place} {value.shape}"])
+    return result
+
+
+def make_optimizer(settings: Settings, stacked: Flat) -> optax.GradientTransformation:
+    """For arrays as `stack` gives them: Muon on matrices, each layer and expert by itself; AdamW on embeddings,
+    head, convolutions and vectors."""
 
     def schedule(peak: float) -> optax.Schedule:
         return optax.warmup_cosine_decay_schedule(
@@ -96,9 +118,9 @@ def make_optimizer(settings: Settings, trainable: Flat) -> optax.GradientTransfo
         )
 
     numbers = optax.contrib.MuonDimensionNumbers
-    specification = {
+    specification: Any = {
         name: numbers(value.ndim - 2, value.ndim - 1) if _uses_muon(name, value) else None
-        for name, value in trainable.items()
+        for name, value in stacked.items()
     }
     muon = optax.contrib.muon(
         schedule(settings.muon_learning_rate),
@@ -144,10 +166,12 @@ def train_step(trainable, biases, optimizer_state, tokens_BT, template, config, 
         trainable, biases, tokens_BT, template, config
     )
     with jax.numpy_dtype_promotion("standard"):  # optax relies on implicit promotion
-        updates, optimizer_state = optimizer.update(gradients, optimizer_state, trainable)
-    trainable = optax.apply_updates(trainable, updates)
+        updates, optimizer_state = optimizer.update(stack(gradients), optimizer_state, stack(trainable))
+    trainable = optax.apply_updates(trainable, unstack(updates, trainable))
     violations, new_biases = [], {}
-    for (name, bias_E), layer in zip(sorted(biases.items(), key=_layer_order), auxiliary["routers"], strict=True):
+    for (name, bias_E), layer in zip(
+        sorted(biases.items(), key=_layer_order), auxiliary["routers"], strict=True
+    ):
         scores_NE = layer["router_scores"].reshape(-1, bias_E.shape[0])
         load_E = jnp.sum(jax.nn.one_hot(layer["router_experts"].reshape(-1), bias_E.shape[0]), axis=0)
         violations.append(max_violation(load_E))
@@ -188,7 +212,7 @@ class Batches:
         return np.stack(rows).astype(np.int32)
 
 
-def train(settings: Settings, output: Path, config: ModelConfig, save_every: int = 100) -> Path:
+def train(settings: Settings, output: Path, config: ModelConfig, save_every: int = 150) -> Path:
     """Run (or continue) training and write the checkpoint folder `output`/checkpoint."""
     output.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(VOCABULARY)
@@ -202,16 +226,19 @@ def train(settings: Settings, output: Path, config: ModelConfig, save_every: int
     arrays = flatten(template)
     biases = {name: value for name, value in arrays.items() if _is_bias(name)}
     trainable = {name: value for name, value in arrays.items() if not _is_bias(name)}
-    optimizer = make_optimizer(settings, trainable)
+    stacked = stack(trainable)
+    optimizer = make_optimizer(settings, stacked)
     state = {
         "trainable": trainable,
         "biases": biases,
-        "optimizer": jax.tree.leaves(optimizer.init(trainable)),
+        "optimizer": jax.tree.leaves(optimizer.init(stacked)),
     }
-    structure = jax.tree.structure(optimizer.init(trainable))
+    structure = jax.tree.structure(optimizer.init(stacked))
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), template)
 
-    manager = ocp.CheckpointManager((output / "steps").resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2))
+    manager = ocp.CheckpointManager(
+        (output / "steps").resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
+    )
     first = manager.latest_step() or 0
     if first:
         state = manager.restore(first, args=ocp.args.StandardRestore(state))
@@ -232,14 +259,18 @@ def train(settings: Settings, output: Path, config: ModelConfig, save_every: int
                 trainable, biases, optimizer_state, jnp.asarray(batches.at(step, stage)), zeros, stage_config,
                 optimizer, smooth,
             )  # fmt: skip
-            if step % 20 == 0 or step + 1 == settings.steps:
+            if step % 10 == 0 or step + 1 == settings.steps:
                 values = {name: round(float(value), 4) for name, value in metrics.items()}
                 values |= {"step": step, "seconds": round(time.time() - started, 1), "length": stage.length}
                 if not math.isfinite(values["entropy"]):
-                    raise FloatingPointError(f"The loss is {values['entropy']} at step {step}; lower the learning rate.")
+                    raise FloatingPointError(
+                        f"The loss is {values['entropy']} at step {step}; lower the learning rate."
+                    )
                 log.write(json.dumps(values) + "\n")
                 log.flush()
-                progress.update(bar, description=f"loss {values['entropy']:.3f} index {values['indexer']:.3f}")
+                progress.update(
+                    bar, description=f"loss {values['entropy']:.3f} index {values['indexer']:.3f}"
+                )
             progress.advance(bar)
             if (step + 1) % save_every == 0 or step + 1 == settings.steps:
                 state = {
@@ -250,7 +281,11 @@ def train(settings: Settings, output: Path, config: ModelConfig, save_every: int
                 manager.save(step + 1, args=ocp.args.StandardSave(state))
                 last = settings.stages[-1]
                 loss, _ = jax.jit(loss_function, static_argnames="config")(
-                    trainable, biases, jnp.asarray(validation.at(0, Stage(0, last.length, 16, False))), zeros, config
+                    trainable,
+                    biases,
+                    jnp.asarray(validation.at(0, Stage(0, last.length, 16, False))),
+                    zeros,
+                    config,
                 )
                 log.write(json.dumps({"step": step + 1, "heldout": round(float(loss), 4)}) + "\n")
                 log.flush()
@@ -262,8 +297,12 @@ def train(settings: Settings, output: Path, config: ModelConfig, save_every: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder of the run; continued if it exists")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder of the run; continued if it exists"
+    )
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--seed", type=int, default=Settings.seed)
     arguments = parser.parse_args()

@@ -1,0 +1,81 @@
+"""Token-by-token generation."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Iterator, Sequence
+from enum import StrEnum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moe28t_jax.engine.sampling import sample
+from moe28t_jax.engine.steps import Steps, round_up
+
+# Caches come in these steps, so that prompts of similar length share one compiled program.
+_CACHE_GRID = 256
+
+
+class FinishReason(StrEnum):
+    """Why generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+def generate_ids(
+    steps: Steps,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    max_context: int | None = None,
+) -> Iterator[tuple[int | None, FinishReason | None]]:
+    """Continue a prompt; yields (token, None) as tokens are drawn and (None, reason) once at the end.
+
+    A stop token ends generation and is not yielded. `seed` None draws one from the operating system.
+    Raises ValueError for an empty prompt, unknown ids, a prompt beyond the context, or bad sampling values.
+    """
+    config = steps.config
+    limit = max_context or config.max_context
+    if not prompt_ids:
+        raise ValueError("The prompt has no tokens; give at least one character or token id.")
+    if min(prompt_ids) < 0 or max(prompt_ids) >= config.vocab_size:
+        bad = next(i for i in prompt_ids if not 0 <= i < config.vocab_size)
+        raise ValueError(f"Token id {bad} is outside the vocabulary of {config.vocab_size} ids.")
+    if len(prompt_ids) >= limit:
+        raise ValueError(
+            f"The prompt has {len(prompt_ids)} tokens and the context holds {limit}; shorten it or load the model "
+            "with a larger max_context."
+        )
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
+    if not temperature >= 0 or temperature == float("inf"):
+        raise ValueError(f"temperature is {temperature}; it must be 0 (greedy) or a positive number.")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1.")
+
+    count = min(max_new_tokens, limit - len(prompt_ids))
+    capacity = min(round_up(len(prompt_ids) + count, _CACHE_GRID), config.max_context)
+    cache = steps.new_cache(1, capacity)
+    prompt = np.asarray([prompt_ids], np.int32)
+    logits_BV, cache = steps.prefill(prompt, np.asarray([len(prompt_ids)], np.int32), cache)
+    key = jax.random.key(secrets.randbits(31) if seed is None else seed)
+    tokens_B = _sample(logits_BV, jax.random.fold_in(key, 0), jnp.float32(temperature), jnp.float32(top_p))
+    active = jnp.ones((1,), bool)
+    for index in range(count):
+        token = int(tokens_B[0])
+        if token in stop_ids:
+            yield None, FinishReason.STOP
+            return
+        yield token, None
+        if index + 1 < count:
+            step_key = jax.random.fold_in(key, index + 1)
+            tokens_B, _, cache = steps.decode(tokens_B, active, cache, step_key, temperature, top_p)
+    yield None, FinishReason.LENGTH
+
+
+_sample = jax.jit(sample)

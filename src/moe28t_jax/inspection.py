@@ -1,0 +1,129 @@
+"""What a checkpoint or preset is made of, without reading its weights: behind `moe28t inspect`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moe28t_jax.config import PRESETS, ModelConfig, ParameterCount
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """Configuration and counts; `tensors` is the inventory of a checkpoint folder, empty for a preset."""
+
+    name: str
+    config: ModelConfig
+    count: ParameterCount
+    tensors: tuple[Any, ...] = ()
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of tensor data in the folder; 0 for a preset."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def to_json(self) -> dict[str, Any]:
+        config = asdict(self.config)
+        config["extra"] = json.loads(self.config.extra)
+        if config["vision"] is not None:
+            config["vision"].pop("extra")
+        return {
+            "name": self.name,
+            "config": config,
+            "parameters": {
+                "total": self.count.total,
+                "active": self.count.active,
+                "by_group": self.count.by_group,
+            },
+            "stored_tensors": self.count.stored_tensors,
+            "stored_bytes": self.count.stored_bytes,
+            "layers": [asdict(layer) for layer in self.count.layers],
+            "tensors": [
+                {
+                    "name": t.name,
+                    "dtype": t.dtype,
+                    "shape": list(t.shape),
+                    "bytes": t.nbytes,
+                    "shard": t.shard,
+                }
+                for t in self.tensors
+            ],
+        }
+
+    def print(self, tensors: bool = False) -> None:
+        """Tables on standard output."""
+        console = Console()
+        config, count = self.config, self.count
+        facts = Table("", self.name, show_header=True, header_style="bold")
+        rows: list[tuple[str, Any]] = [
+            ("layers", f"{config.num_layers} ({_kinds(config)})"),
+            ("hidden size", config.hidden_size),
+            ("vocabulary", config.vocab_size),
+            ("context", config.max_context),
+            ("residuals", _residuals(config)),
+            ("activation", config.activation),
+        ]
+        if config.moe is not None:
+            moe = config.moe
+            rows.append(("experts", f"{moe.num_experts}, {moe.num_experts_per_token} per token"))
+        if config.dsa is not None:
+            rows.append(("sparse attention", f"top {config.dsa.top_k}, {config.dsa.num_heads} index heads"))
+        rows += [
+            ("parameters", count.total),
+            ("active per token", count.active),
+            ("stored tensors", count.stored_tensors),
+            ("stored bytes", count.stored_bytes),
+        ]
+        for name, value in rows:
+            facts.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
+        console.print(facts)
+        groups = Table("group", "parameters", "share")
+        for group, size in sorted(count.by_group.items(), key=lambda item: -item[1]):
+            groups.add_row(group, f"{size:,}", f"{size / count.total:.2%}")
+        console.print(groups)
+        layers = Table("layer", "attention", "mlp", "parameters", "active", "bytes")
+        for layer in count.layers:
+            values = (layer.total, layer.active, layer.stored_bytes)
+            layers.add_row(str(layer.layer), layer.attention, layer.mlp, *(f"{value:,}" for value in values))
+        console.print(layers)
+        if tensors:
+            inventory = Table("tensor", "dtype", "shape", "bytes", "shard")
+            for tensor in self.tensors:
+                shape = " x ".join(map(str, tensor.shape))
+                inventory.add_row(tensor.name, tensor.dtype, shape, f"{tensor.nbytes:,}", tensor.shard)
+            console.print(inventory)
+
+
+def _kinds(config: ModelConfig) -> str:
+    kinds = {kind: config.attention_kinds.count(kind) for kind in dict.fromkeys(config.attention_kinds)}
+    return ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+
+
+def _residuals(config: ModelConfig) -> str:
+    if config.residual_block_size is None:
+        return "plain"
+    return f"attention over blocks of {config.residual_block_size} layers"
+
+
+def describe_model(source: str, overrides: dict[str, Any] | None = None) -> ModelReport:
+    """Report on a preset name, a checkpoint folder, or a `config.json`."""
+    if source in PRESETS:
+        config = ModelConfig.preset(source).override(overrides or {})
+        return ModelReport(source, config, config.parameter_count())
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise ValueError(
+            f"{source!r} is neither a folder nor a file, and no preset; the presets are {', '.join(PRESETS)}."
+        )
+    config = ModelConfig.from_hf(path, overrides or {})
+    tensors: tuple[Any, ...] = ()
+    if path.is_dir() and any(path.glob("*.safetensors*")):
+        from moe28t_jax.weights import describe
+
+        tensors = tuple(describe(path))
+    return ModelReport(str(source), config, config.parameter_count(), tensors)
