@@ -53,10 +53,8 @@ def matmul(x: Array, w: MXFP4Tensor, layer: Array | None, activation_dtype: Any)
 
 def _dense(w: Weight, layer: Array | None, compute: Any) -> Array:
     """The weight of one layer in the compute dtype, inputs before outputs."""
-    if isinstance(w, MXFP4Tensor):
-        dense = jnp.asarray(w.dequantize(compute)).swapaxes(-1, -2)
-    else:
-        dense = w.astype(compute)
+    unpack = isinstance(w, MXFP4Tensor)
+    dense = jnp.asarray(w.dequantize(compute)).swapaxes(-1, -2) if unpack else w.astype(compute)
     return dense if layer is None else dense[layer]
 
 

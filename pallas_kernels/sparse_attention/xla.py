@@ -187,7 +187,7 @@ def sparse_attention(
         masked = few and queries >= _MASKED_QUERIES and page_table_BP is None
     with jax.named_scope("sparse_attention"):
         rows_BQN, exists_BQN = key_rows.physical_rows(indices_BQN, kv_latent, page_table_BP)
-        arrays = key_rows.match_varying(q_BQHC, kv_latent, rows_BQN, exists_BQN)
+        q, kv, rows, exists = key_rows.match_varying(q_BQHC, kv_latent, rows_BQN, exists_BQN)
         if masked:
-            return _masked_attention(*arrays, scale, value_dim)
-        return _attention(*arrays, scale, value_dim, page_table_BP is not None)
+            return _masked_attention(q, kv, rows, exists, scale, value_dim)
+        return _attention(q, kv, rows, exists, scale, value_dim, page_table_BP is not None)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import platform
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from moe28t_jax.chat.tokenizer import Tokenizer
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.model.network import Inputs, project_logits, run
 from moe28t_jax.model.parameters import Parameters, initialize
-from moe28t_jax.training.nano.corpus import load_corpus
+from moe28t_jax.training.nano.corpus import Corpus, load_corpus
 from moe28t_jax.training.nano.vocabulary import encode_corpus
 from moe28t_jax.training.router_balance import max_violation, quantile_balance
 from moe28t_jax.weights import quantize_experts, save_parameters
@@ -182,7 +183,7 @@ def train_step(trainable, biases, optimizer_state, tokens_BT, template, config, 
         "entropy": auxiliary["entropy"],
         "indexer": auxiliary["indexer"],
         "violation": jnp.max(jnp.stack(violations)),
-        "gradient": optax.global_norm(gradients),
+        "gradient": optax.tree.norm(gradients),
     }
     return trainable, new_biases, optimizer_state, metrics
 
@@ -212,11 +213,46 @@ class Batches:
         return np.stack(rows).astype(np.int32)
 
 
-def train(settings: Settings, output: Path, config: ModelConfig, save_every: int = 150) -> Path:
-    """Run (or continue) training and write the checkpoint folder `output`/checkpoint."""
+def _record(settings: Settings, corpus: Corpus, tokenizer: Tokenizer, output: Path) -> Path:
+    """Write what the run depends on, or check that the folder's run depends on the same."""
+    content = {
+        "command": f"python -m moe28t_jax.training.nano.train --steps {settings.steps} --seed {settings.seed}",
+        "settings": asdict(settings),
+        "data_hash": corpus.data_hash,
+        "train_documents": len(corpus.train),
+        "heldout_documents": len(corpus.heldout),
+        "vocabulary_sha256": tokenizer.fingerprint,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "optax": optax.__version__,
+    }
+    text = json.dumps(content, indent=1) + "\n"
+    path = output / "training.json"
+    if path.exists():
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        changed = [name for name, value in json.loads(text).items() if earlier.get(name) != value]
+        if changed:
+            raise ValueError(
+                f"{str(output)!r} holds a run with other {', '.join(changed)}; continue it as it was begun, or train "
+                "into another folder."
+            )
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def train(
+    settings: Settings, output: Path, config: ModelConfig, save_every: int = 150, root: Path | None = None
+) -> Path:
+    """Run (or continue) training and write the checkpoint folder `output`/checkpoint.
+
+    root: the corpus's library, by default this Python's. Beside the weights the folder holds the vocabulary,
+    `training.json` (settings, data hash, versions) and `training_log.jsonl`. Raises ValueError when the folder
+    holds a run with other settings or other data.
+    """
     output.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(VOCABULARY)
-    corpus = load_corpus()
+    corpus = load_corpus(root)
+    record = _record(settings, corpus, tokenizer, output)
     tokens = encode_corpus(tokenizer, corpus.train, output / "tokens")
     heldout = encode_corpus(tokenizer, corpus.heldout, output / "tokens")
     batches, validation = Batches(tokens, settings.seed), Batches(heldout, settings.seed)
@@ -228,72 +264,67 @@ def train(settings: Settings, output: Path, config: ModelConfig, save_every: int
     trainable = {name: value for name, value in arrays.items() if not _is_bias(name)}
     stacked = stack(trainable)
     optimizer = make_optimizer(settings, stacked)
-    state = {
-        "trainable": trainable,
-        "biases": biases,
-        "optimizer": jax.tree.leaves(optimizer.init(stacked)),
-    }
-    structure = jax.tree.structure(optimizer.init(stacked))
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), template)
+    optimizer_state = optimizer.init(stacked)
+    structure = jax.tree.structure(optimizer_state)
+    skeleton = jax.tree.map(lambda x: jnp.zeros((), x.dtype), template)
 
-    manager = ocp.CheckpointManager(
-        (output / "steps").resolve(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
-    )
-    first = manager.latest_step() or 0
-    if first:
-        state = manager.restore(first, args=ocp.args.StandardRestore(state))
-        print(f"continuing from step {first}")
-    trainable, biases = state["trainable"], state["biases"]
-    optimizer_state = jax.tree.unflatten(structure, state["optimizer"])
-    zeros = jax.tree.map(lambda x: jnp.zeros((), x.dtype), abstract)
-    log = (output / "training_log.jsonl").open("a", encoding="utf-8")
+    def snapshot() -> dict[str, Any]:
+        return {"trainable": trainable, "biases": biases, "optimizer": jax.tree.leaves(optimizer_state)}
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    keep = ocp.CheckpointManagerOptions(max_to_keep=2)
     started = time.time()
-    with Progress(*columns) as progress:
+    with (
+        ocp.CheckpointManager((output / "steps").resolve(), options=keep) as manager,
+        (output / "training_log.jsonl").open("a", encoding="utf-8") as log,
+        Progress(*columns) as progress,
+    ):
+        first = manager.latest_step() or 0
+        if first:
+            state = manager.restore(first, args=ocp.args.StandardRestore(snapshot()))
+            trainable, biases = state["trainable"], state["biases"]
+            optimizer_state = jax.tree.unflatten(structure, state["optimizer"])
+            progress.console.print(f"continuing from step {first}")
+
+        def write(values: dict[str, Any]) -> None:
+            log.write(json.dumps(values) + "\n")
+            log.flush()
+
         bar = progress.add_task("training", total=settings.steps, completed=first)
         for step in range(first, settings.steps):
             stage = settings.stage(step)
             stage_config = config.override({"dsa.top_k": stage.length}) if stage.dense else config
+            tokens_BT = jnp.asarray(batches.at(step, stage))
             smooth = 1.0 if step < 30 else 0.1
             trainable, biases, optimizer_state, metrics = train_step(
-                trainable, biases, optimizer_state, jnp.asarray(batches.at(step, stage)), zeros, stage_config,
-                optimizer, smooth,
-            )  # fmt: skip
+                trainable, biases, optimizer_state, tokens_BT, skeleton, stage_config, optimizer, smooth
+            )
             if step % 10 == 0 or step + 1 == settings.steps:
                 values = {name: round(float(value), 4) for name, value in metrics.items()}
-                values |= {"step": step, "seconds": round(time.time() - started, 1), "length": stage.length}
                 if not math.isfinite(values["entropy"]):
                     raise FloatingPointError(
                         f"The loss is {values['entropy']} at step {step}; lower the learning rate."
                     )
-                log.write(json.dumps(values) + "\n")
-                log.flush()
-                progress.update(
-                    bar, description=f"loss {values['entropy']:.3f} index {values['indexer']:.3f}"
-                )
+                seconds = round(time.time() - started, 1)
+                write(values | {"step": step, "seconds": seconds, "length": stage.length})
+                description = f"loss {values['entropy']:.3f} index {values['indexer']:.3f}"
+                progress.update(bar, description=description)
             progress.advance(bar)
             if (step + 1) % save_every == 0 or step + 1 == settings.steps:
-                state = {
-                    "trainable": trainable,
-                    "biases": biases,
-                    "optimizer": jax.tree.leaves(optimizer_state),
-                }
-                manager.save(step + 1, args=ocp.args.StandardSave(state))
-                last = settings.stages[-1]
-                loss, _ = jax.jit(loss_function, static_argnames="config")(
-                    trainable,
-                    biases,
-                    jnp.asarray(validation.at(0, Stage(0, last.length, 16, False))),
-                    zeros,
-                    config,
-                )
-                log.write(json.dumps({"step": step + 1, "heldout": round(float(loss), 4)}) + "\n")
-                log.flush()
-    manager.wait_until_finished()
+                manager.save(step + 1, args=ocp.args.StandardSave(snapshot()))
+                # The next step gives these buffers up.
+                manager.wait_until_finished()
+                sample = validation.at(0, Stage(0, settings.stages[-1].length, 16, False))
+                loss, _ = _validate(trainable, biases, jnp.asarray(sample), skeleton, config)
+                write({"step": step + 1, "heldout": round(float(loss), 4)})
     parameters = quantize_experts(assemble(template, trainable | biases, quantized=False), config)
     target = output / "checkpoint"
-    save_parameters(target, parameters, config, tokenizer_files=[VOCABULARY, output / "training_log.jsonl"])
+    files = [VOCABULARY, record, output / "training_log.jsonl"]
+    save_parameters(target, parameters, config, tokenizer_files=files)
     return target
+
+
+_validate = jax.jit(loss_function, static_argnames="config")
 
 
 def main() -> None:
