@@ -3,9 +3,11 @@
 The rest of the policy (warnings are errors, jaxtyping and beartype on both packages) is in pyproject.toml.
 """
 
+import base64
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -45,3 +47,27 @@ def x64() -> Iterator[None]:
     """Switches 64-bit types on for one test (a `@given` test enters `jax.enable_x64(True)` itself)."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="session")
+def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random two-layer model, packed experts, and a vocabulary of the 256 single bytes.
+
+    Every character beyond ASCII is several tokens. For reading only; copy it to change it.
+    """
+    from moe28t_jax.config import ModelConfig
+    from moe28t_jax.model import initialize
+    from moe28t_jax.weights import quantize_experts, save_parameters
+
+    tiny = Path(__file__).parent / "golden" / "data" / "k31_tiny_mxfp4"
+    fields = {
+        "attention_kinds": ("kda", "dsa"), "mlp_kinds": ("dense", "moe"), "vocab_size": 512, "max_context": 1024,
+        "bos_id": 256, "eos_id": 258, "pad_id": 511, "media_pad_id": 277, "initializer_range": 0.3,
+    }  # fmt: skip
+    config = ModelConfig.from_hf(tiny, fields)
+    parameters = quantize_experts(initialize(config, jax.random.key(0)), config)
+    folder = tmp_path_factory.mktemp("checkpoints")
+    vocabulary = folder / "tiktoken.model"
+    vocabulary.write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
+    save_parameters(folder / "small", parameters, config, tokenizer_files=[vocabulary])
+    return folder / "small"

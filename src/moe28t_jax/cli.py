@@ -125,7 +125,12 @@ def _prompt(options: argparse.Namespace) -> str:
         return options.prompt
     if sys.stdin.isatty():
         _fail("There is no prompt; give --prompt TEXT, --prompt-file FILE, or text on standard input.")
-    return sys.stdin.read()
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"The text on standard input is not UTF-8 text (byte {error.start}); convert it first."
+        ) from None
 
 
 def _read_text(path: Path) -> str:

@@ -80,13 +80,28 @@ def changed_queries(k31: Any, mistake: str) -> int:
 @pytest.mark.parametrize(
     ("mistake", "overrides"),
     [
-        ("k_norm_as_rmsnorm", {"dsa.key_norm": "rmsnorm"}),
         ("k_norm_eps_1e6", {"dsa.key_norm_eps": 1e-6}),
         ("no_relu", {"dsa.use_relu": False}),
     ],
 )
 def test_indexer_configured_wrongly(k31, mistake, overrides):
     assert_layer_noticed(layer_result(k31, overrides=overrides), mistake, changed_queries(k31, mistake))
+
+
+def test_index_key_norm_as_rms_norm(k31):
+    effect, others = layer_result(k31, overrides={"dsa.key_norm": "rmsnorm"})
+    assert_noticed(effect, 5e-4, "index key norm as RMSNorm without bias")
+    assert others > 50, f"index key norm as RMSNorm: {others} queries select another set"
+
+
+def test_index_key_norm_as_rms_norm_with_the_bias(k31, monkeypatch):
+    def wrong(indexer, x_BTD, dsa):
+        keys_BTD = rms_norm(linear(x_BTD, indexer["k_proj"]), indexer["k_norm"], dsa.key_norm_eps)
+        return keys_BTD + indexer["k_norm_bias"]
+
+    monkeypatch.setattr(mla, "index_keys", wrong)
+    mistake = "k_norm_as_rmsnorm"
+    assert_layer_noticed(layer_result(k31), mistake, changed_queries(k31, mistake))
 
 
 def test_index_key_norm_without_its_bias(k31):
@@ -370,18 +385,27 @@ def test_output_norm_and_gate(delta, monkeypatch, mistake):
     assert_noticed(delta.error()[0], LAYER_TOLERANCE, mistake)
 
 
-@pytest.mark.parametrize("mistake", ["rms in place of l2", "eps on the mean", "no scale on the queries"])
+@pytest.mark.parametrize("mistake", ["rms in place of l2", "no scale on the queries"])
 def test_norm_of_queries_and_keys(delta, monkeypatch, mistake):
     scale = delta.config.kda.head_dim**0.5
 
     def wrong(x):
         if mistake == "no scale on the queries":
             return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6) * scale
-        normed = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-        return normed if mistake == "rms in place of l2" else normed / scale
+        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
     monkeypatch.setattr(kda, "l2_norm", wrong)
     assert_noticed(delta.error()[0], LAYER_TOLERANCE, mistake)
+
+
+def test_eps_of_the_l2_norm_is_on_the_sum():
+    """The recorded layer cannot tell (an eps on the mean moves it by 6e-6), inputs near the eps can."""
+    x = np.full((1, 32), 1e-3)
+    on_the_sum = x / np.sqrt(np.sum(x * x) + 1e-6)
+    on_the_mean = x / np.sqrt(32 * (np.mean(x * x) + 1e-6))
+    actual = kda.l2_norm(jnp.asarray(x, jnp.float32))
+    assert_close(actual, on_the_sum, 1e-6, "eps on the sum")
+    assert_noticed(difference(actual, on_the_mean), 1e-6, "eps on the mean")
 
 
 @pytest.mark.parametrize("name", ["A_log", "dt_bias", "o_norm", "q_conv", "k_conv", "v_conv"])
@@ -486,7 +510,6 @@ def test_experts_without_a_mistake():
 @pytest.mark.parametrize(
     ("mistake", "overrides"),
     [
-        ("weights not renormalised", {"moe.renormalize": False}),
         ("three experts per token", {"moe.num_experts_per_token": 3}),
         ("no latent norm", {"moe.latent_norm": False}),
         ("SwiGLU in place of SiTU", {"activation": "silu"}),
@@ -495,6 +518,23 @@ def test_experts_without_a_mistake():
 )
 def test_experts_configured_wrongly(mistake, overrides):
     assert_noticed(moe_error(overrides), MOE_TOLERANCE, mistake)
+
+
+def test_weights_not_renormalised():
+    """Seen in the weights alone: the norm of the latent sum takes any factor out of the output again."""
+    config, group = fixtures.moe_layer("moe_k3")
+    tensors, _ = read("moe_k3")
+
+    def error(settings):
+        x = jnp.asarray(tensors["x"]).reshape(-1, config.hidden_size)
+        experts, weights, _ = jax.jit(lambda group, x: moe.route(group, x, settings))(group, x)
+        order = np.argsort(np.asarray(experts), axis=-1)
+        weights = np.take_along_axis(np.asarray(weights), order, axis=-1)
+        return difference(weights, tensors["topk_weights"].reshape(weights.shape))
+
+    assert error(config.moe) <= LAYER_TOLERANCE
+    effect = error(config.override({"moe.renormalize": False}).moe)
+    assert_noticed(effect, LAYER_TOLERANCE, "weights not renormalised")
 
 
 def test_selection_without_the_bias():

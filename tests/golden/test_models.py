@@ -82,9 +82,9 @@ def test_one_prefill(load, name):
     [
         ("k31_tiny", False),
         ("k31_tiny", True),
-        ("k31_tiny_mxfp4", True),
+        pytest.param("k31_tiny_mxfp4", True, marks=pytest.mark.slow),
         ("k3_tiny_bf16", False),
-        ("k3_tiny_mxfp4", True),
+        pytest.param("k3_tiny_mxfp4", True, marks=pytest.mark.slow),
         ("kimi_linear_tiny", True),
     ],
 )
@@ -131,7 +131,15 @@ def test_everything_on_the_way(load, name, stacked):
         )
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "kimi_linear_tiny"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "k31_tiny",
+        "k3_tiny_bf16",
+        pytest.param("k31_tiny_mxfp4", marks=pytest.mark.slow),
+        pytest.param("k3_tiny_mxfp4", marks=pytest.mark.slow),
+    ],
+)
 def test_greedy_continuation(load, name):
     model = load(name)
     golden, _ = read(f"{name}/golden")

@@ -55,6 +55,7 @@ def arrays(folder):
     }
 
 
+@pytest.mark.slow
 def test_run_is_recorded_and_ships_its_log(finished):
     output, folder = finished
     record = json.loads((folder / "training.json").read_text())
@@ -67,6 +68,7 @@ def test_run_is_recorded_and_ships_its_log(finished):
     assert output != folder
 
 
+@pytest.mark.slow
 def test_experts_are_packed_and_everything_was_trained(finished):
     _, folder = finished
     trained = arrays(folder)
@@ -82,6 +84,7 @@ def test_experts_are_packed_and_everything_was_trained(finished):
             )
 
 
+@pytest.mark.slow
 def test_stopped_run_continues_to_the_same_weights(finished, library, tmp_path, monkeypatch):
     _, whole = finished
     real = nano.train_step
@@ -104,6 +107,7 @@ def test_stopped_run_continues_to_the_same_weights(finished, library, tmp_path, 
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
+@pytest.mark.slow
 def test_other_settings_do_not_continue_a_run(finished, library):
     output, _ = finished
     with pytest.raises(ValueError, match="run with other command, settings"):

@@ -1,8 +1,27 @@
-"""Chat room: text to token ids and back. Nothing here imports JAX.
+"""Chat room: text to token ids and back, conversations to XTML and back. Nothing here imports JAX.
 
-The tokenizer reads the tiktoken vocabulary that ships with a checkpoint; see :class:`Tokenizer`.
+:class:`Tokenizer` reads the tiktoken vocabulary that ships with a checkpoint. :func:`render` turns a
+conversation into pieces, :func:`encode` pieces into ids. :func:`parse_ids`, :func:`parse_pieces` and
+:func:`parse` turn a model's output into reasoning, content and tool calls. :func:`normalize_request` and
+:func:`normalize_messages` check requests and bring them into one form.
 """
 
+from moe28t_jax.chat.messages import ChatRequest, image_parts, normalize_messages, normalize_request
+from moe28t_jax.chat.parse import ParsedOutput, parse, parse_ids, parse_pieces
+from moe28t_jax.chat.render import encode, render
 from moe28t_jax.chat.tokenizer import StreamDecoder, Tokenizer
 
-__all__ = ["StreamDecoder", "Tokenizer"]
+__all__ = [
+    "ChatRequest",
+    "ParsedOutput",
+    "StreamDecoder",
+    "Tokenizer",
+    "encode",
+    "image_parts",
+    "normalize_messages",
+    "normalize_request",
+    "parse",
+    "parse_ids",
+    "parse_pieces",
+    "render",
+]

@@ -105,7 +105,8 @@ class Steps:
             jnp.asarray(active_B),
             cache,
             key,
-            jnp.float32(temperature),
-            jnp.float32(top_p),
+            # numpy scalars: making two device arrays first takes longer than a small layer.
+            np.float32(temperature),
+            np.float32(top_p),
             config=self.config,
         )

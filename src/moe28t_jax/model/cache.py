@@ -50,11 +50,13 @@ class Cache:
 
 
 def init_cache(
-    config: ModelConfig, batch: int, max_context: int, dtype: Any = jnp.bfloat16, stacked: bool = False
+    config: ModelConfig, batch: int, max_context: int, dtype: Any = jnp.float32, stacked: bool = False
 ) -> Cache:
     """An empty cache for `batch` rows of up to `max_context` tokens, every entry explicitly zero.
 
-    dtype: that of the activations; recurrent states are float32 (float64 for float64 activations).
+    dtype: of latents, index keys and convolution windows; recurrent states are float32 (float64 for float64).
+        The default is exact for every activation dtype up to float32; a model in bfloat16 loses nothing by
+        bfloat16 and needs half the memory (the engine takes the model's dtype).
     stacked: must equal the layout of the parameters it is used with (`Parameters.stacked(config)`).
     """
     if max_context < 1 or max_context > config.max_context:

@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from moe28t_jax.model.numerics import compute_dtype
 
-# Scores held at once, in elements: 64 MiB of float32.
-_SCORE_BUDGET = 16 * 1024 * 1024
+# Scores held at once, in elements: 4 MiB of float32, which stay in a CPU's cache. Far larger temporaries also
+# cost a CPU more in page faults than in arithmetic, because the allocator returns them after every call.
+_SCORE_BUDGET = 1024 * 1024
 # From about this many queries on, expanding a tile costs less than attending to it in the wider latent.
 EXPAND_FROM_QUERIES = 64
 
@@ -44,6 +45,9 @@ def latent_attention(
     if not expand:
         absorbed = exact("BTHN,LHN->BTHL", q_nope_BTHN, up_k_LHN).astype(q_nope_BTHN.dtype)
         q_BTHC = jnp.concatenate([absorbed, q_rope_BTHR], axis=-1)
+    else:
+        # One product per tile gives whole scores; the transposed queries serve all tiles.
+        q_BHTD = jnp.concatenate([q_nope_BTHN, q_rope_BTHR], axis=-1).transpose(0, 2, 1, 3)
 
     def tile_scores(tile_BSC):
         if not expand:
@@ -51,10 +55,9 @@ def latent_attention(
         latent_BSL, k_rope_BSR = tile_BSC[..., :rank], tile_BSC[..., rank:]
         k_BSHN = exact("BSL,LHN->BSHN", latent_BSL, up_k_LHN).astype(tile_BSC.dtype)
         v_BSHV = exact("BSL,LHV->BSHV", latent_BSL, up_v_LHV).astype(tile_BSC.dtype)
-        scores = exact("BTHN,BSHN->BHTS", q_nope_BTHN, k_BSHN) + exact(
-            "BTHR,BSR->BHTS", q_rope_BTHR, k_rope_BSR
-        )
-        return scores, v_BSHV
+        k_rope_BSHR = jnp.broadcast_to(k_rope_BSR[:, :, None], (*k_BSHN.shape[:-1], k_rope_BSR.shape[-1]))
+        k_BSHD = jnp.concatenate([k_BSHN, k_rope_BSHR], axis=-1)
+        return exact("BHTD,BSHD->BHTS", q_BHTD, k_BSHD), v_BSHV
 
     def attend(carry, tile_BSC, key_positions_S):
         highest_BHT, total_BHT, sum_BHTV = carry

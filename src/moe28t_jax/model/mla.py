@@ -86,8 +86,8 @@ def mla_attention(
             if key_rows_BTD is not None:
                 keys = append(keys, repeat, key_rows_BTD, starts_B, lengths_B)
             new_cache = LatentCache(latent, keys)
-            latent_BSC = read(latent, repeat)
-            key_BSD = None if keys is None else read(keys, repeat)
+            latent_BSC = read(latent, repeat).astype(x_BTD.dtype)
+            key_BSD = None if keys is None else read(keys, repeat).astype(x_BTD.dtype)
 
     offsets_BT = jnp.arange(count, dtype=jnp.int32)[None, :]
     positions_BT = jnp.where(offsets_BT < lengths_B[:, None], starts_B[:, None] + offsets_BT, -1)

@@ -242,6 +242,13 @@ def _check(parameters: Parameters, inputs: Inputs, cache: Cache | None, config: 
         )
 
 
+def _lengths(inputs: Inputs) -> Int[Array, " B"]:
+    batch, count = inputs.token_ids.shape
+    if inputs.lengths is None:
+        return jnp.full((batch,), count, jnp.int32)
+    return jnp.asarray(inputs.lengths).astype(jnp.int32)
+
+
 def run(
     parameters: Parameters,
     inputs: Inputs,
@@ -257,12 +264,10 @@ def run(
     """
     _check(parameters, inputs, cache, config)
     batch, count = inputs.token_ids.shape
-    lengths_B = (
-        jnp.full((batch,), count, jnp.int32) if inputs.lengths is None else jnp.asarray(inputs.lengths)
-    )
+    lengths_B = _lengths(inputs)
     valid_BT: Bool[Array, "B T"] = jnp.arange(count, dtype=jnp.int32)[None, :] < lengths_B[:, None]
     starts_B: Int[Array, " B"] = jnp.zeros((batch,), jnp.int32) if cache is None else cache.lengths_B
-    step = Step(starts_B, lengths_B.astype(jnp.int32), valid_BT, config, collect)
+    step = Step(starts_B, lengths_B, valid_BT, config, collect)
 
     with jax.named_scope("embedding"):
         stream = Stream(_embed(parameters, inputs, config), (), None)
@@ -343,11 +348,7 @@ def forward(
     result = run(parameters, inputs, cache, config)
     hidden = result.hidden_BTD
     if logits == "last":
-        batch, count = inputs.token_ids.shape
-        lengths = (
-            jnp.full((batch,), count, jnp.int32) if inputs.lengths is None else jnp.asarray(inputs.lengths)
-        )
-        hidden = last_hidden(hidden, lengths)
+        hidden = last_hidden(hidden, _lengths(inputs))
     return project_logits(parameters, hidden), result.cache
 
 

@@ -314,7 +314,7 @@ def train(
                 manager.save(step + 1, args=ocp.args.StandardSave(snapshot()))
                 # The next step gives these buffers up.
                 manager.wait_until_finished()
-                sample = validation.at(0, Stage(0, settings.stages[-1].length, 16, False))
+                sample = validation.at(0, Stage(1.0, settings.stages[-1].length, 16, False))
                 loss, _ = _validate(trainable, biases, jnp.asarray(sample), skeleton, config)
                 write({"step": step + 1, "heldout": round(float(loss), 4)})
     parameters = quantize_experts(assemble(template, trainable | biases, quantized=False), config)
