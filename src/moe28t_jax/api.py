@@ -101,9 +101,11 @@ class Model:
         batch, count = ids.shape
         if count > self.max_context:
             raise ValueError(f"token_ids has {count} tokens per row; the context holds {self.max_context}.")
-        sizes = np.full((batch,), count, np.int32) if lengths is None else np.asarray(lengths, np.int32)
-        if sizes.shape != (batch,) or sizes.min() < 0 or sizes.max() > count:
+        sizes = np.full((batch,), count, np.int32) if lengths is None else np.asarray(lengths)
+        whole = np.issubdtype(sizes.dtype, np.integer)
+        if not whole or sizes.shape != (batch,) or sizes.min() < 0 or sizes.max() > count:
             raise ValueError(f"lengths is {lengths}; expected {batch} integers between 0 and {count}.")
+        sizes = sizes.astype(np.int32)
         if prefill is not None and not 1 <= prefill <= count:
             raise ValueError(f"prefill is {prefill}; it must be between 1 and the {count} tokens given.")
         first = count if prefill is None else prefill
@@ -119,7 +121,7 @@ class Model:
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | np.ndarray | jax.Array,
         max_new_tokens: int = 256,
         temperature: float = 0.0,
         top_p: float = 1.0,
@@ -145,7 +147,7 @@ class Model:
 
     def generate(
         self,
-        prompt_or_messages: str | Sequence[int] | Sequence[dict[str, Any]],
+        prompt_or_messages: str | Sequence[int] | Sequence[dict[str, Any]] | np.ndarray | jax.Array,
         effort: str | None = None,
         tools: Any = None,
         images: Any = None,
@@ -175,7 +177,7 @@ class Model:
         prompt_tokens = len(self._prompt_ids(prompt_or_messages))  # pyright: ignore
         return Generation("".join(text), ids, reason, Usage(prompt_tokens, len(ids)))
 
-    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _prompt_ids(self, prompt: str | Sequence[int] | np.ndarray | jax.Array) -> list[int]:
         if not isinstance(prompt, str):
             return [int(token) for token in prompt]
         if self.tokenizer is None:

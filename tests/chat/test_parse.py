@@ -444,4 +444,4 @@ def test_long_repetitions_take_linear_work(unit: str):
     text = "R" + opened("tools") + opened('call tool="f"') + opened('argument key="k"') + unit * 5_000
     parsed = parse(text)
     assert parsed.tool_calls == []
-    assert everything(parsed).count(unit) >= 4_999
+    assert 'tool="f"' in parsed.unparsed

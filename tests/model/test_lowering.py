@@ -13,6 +13,7 @@ from moe28t_jax.config import ModelConfig
 from moe28t_jax.model import Inputs, abstract, forward, init_cache
 
 CONTEXT, PREFILL = 131_072, 2_048
+ELEMENT_TYPES = {"bfloat16": "bf16", "float32": "f32", "int32": "i32", "uint8": "ui8"}
 STEPS = pytest.mark.parametrize("tokens", [PREFILL, 1], ids=["prefill", "decode"])
 
 
@@ -28,8 +29,8 @@ def shortened(config: ModelConfig, layers: int) -> ModelConfig:
 
 
 @functools.cache
-def lowered(layers: int, tokens: int) -> tuple[str, set[tuple[int, ...]]]:
-    """The program's text, and the shapes of its arguments."""
+def lowered(layers: int, tokens: int) -> tuple[str, set[tuple[tuple[int, ...], str]]]:
+    """The program's text, and the shapes and element types of its arguments."""
     config = ModelConfig.preset("moe28t")
     config = config if layers == config.num_layers else shortened(config, layers)
     assert config.num_layers == layers
@@ -43,14 +44,22 @@ def lowered(layers: int, tokens: int) -> tuple[str, set[tuple[int, ...]]]:
     print(
         f"{layers} layers, {tokens} tokens: {len(text):,} characters, {time.perf_counter() - started:.1f} s"
     )
-    return text, {leaf.shape for leaf in jax.tree.leaves((parameters, inputs, cache))}
+    leaves = jax.tree.leaves((parameters, inputs, cache))
+    return text, {(leaf.shape, ELEMENT_TYPES[leaf.dtype.name]) for leaf in leaves}
 
 
-def tensors(text: str) -> dict[tuple[int, ...], set[str]]:
-    """Shape to element types of every tensor that the program mentions."""
-    found: dict[tuple[int, ...], set[str]] = {}
-    for shape, kind in re.findall(r"tensor<((?:\d+x)+)([a-z]\w*)>", text):
-        found.setdefault(tuple(map(int, shape[:-1].split("x"))), set()).add(kind)
+def computed_tensors(
+    text: str, arguments: set[tuple[tuple[int, ...], str]]
+) -> dict[tuple[tuple[int, ...], str], int]:
+    """Shape and element type to number of elements of what is neither an argument nor one layer of a stack."""
+    given = set()
+    for shape, kind in arguments:
+        given |= {(shape, kind), (shape[1:], kind), ((1, *shape[1:]), kind)}
+    found = {}
+    for dimensions, kind in re.findall(r"tensor<((?:\d+x)+)([a-z]\w*)>", text):
+        shape = tuple(map(int, dimensions[:-1].split("x")))
+        if (shape, kind) not in given:
+            found[shape, kind] = math.prod(shape)
     return found
 
 
@@ -59,3 +68,21 @@ def test_the_program_does_not_grow_with_the_layers(tokens) -> None:
     full, _ = lowered(93, tokens)
     half, _ = lowered(45, tokens)
     assert abs(len(full) / len(half) - 1) < 0.2
+
+
+# Prefill: the rows of all chosen experts in the latent (16 per token, and padding) and the residual snapshots are
+# the largest, 2,048 x 16 x 3,584 elements; one score per query and key would be 268 million elements, and a float32
+# copy of a layer's latents 75 million. Decode: less than an unpacked pair of experts.
+@pytest.mark.parametrize(
+    ("tokens", "limit"), [(PREFILL, 112 * 2**20 + 2**20), (1, 24 * 2**20)], ids=["prefill", "decode"]
+)
+def test_nothing_large_is_computed(tokens, limit) -> None:
+    text, arguments = lowered(93, tokens)
+    found = computed_tensors(text, arguments)
+    largest = max(found, key=lambda tensor: found[tensor])
+    assert tokens == 1 or found[largest] >= tokens * 16 * 3584
+    assert limit < PREFILL * CONTEXT
+    assert found[largest] < limit, f"{largest} has {found[largest]:,} elements"
+    # Along the whole context nothing is held per attention head, and no layer's latents in another type.
+    along = {tensor: size for tensor, size in found.items() if CONTEXT in tensor[0]}
+    assert max(along.values(), default=0) < 96 * CONTEXT, along

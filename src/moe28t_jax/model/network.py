@@ -98,7 +98,8 @@ def _attention(
             jnp.zeros((batch, kda.num_heads, kda.head_dim, kda.head_dim), compute_dtype(dtype)),
             jnp.zeros((batch, kda.conv_size - 1, 3 * kda.size), dtype),
         )
-    out_BTD, cache = kda_attention(parameters.attention, x_BTD, cache, step.lengths_B, config, repeat)
+    cache_repeat = None if fresh else repeat
+    out_BTD, cache = kda_attention(parameters.attention, x_BTD, cache, step.lengths_B, config, cache_repeat)
     return out_BTD, None if fresh else cache, {}
 
 
