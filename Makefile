@@ -6,11 +6,9 @@ SHELL := bash
 LOCKS := requirements/build.txt pyproject.toml scripts/bootstrap.sh
 BIN := .venv/bin
 
-# $(EMPTY) keeps the last line's indentation visible to editors that strip trailing blanks.
-EMPTY :=
 define DEFAULT_PROMPT
-def read_lines(path):
-    $(EMPTY)
+class Counter:
+    def __init__(self
 endef
 
 # The prompt travels in the environment, never through the shell's quoting: any character is itself.
@@ -24,7 +22,8 @@ help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 demo: .venv/.installed-core ## continue PROMPT="..." with the shipped checkpoint
-	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/moe28t generate --model nano --prompt "$$DEMO_PROMPT"
+	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/moe28t generate --model nano --prompt "$$DEMO_PROMPT" \
+	    --max-new-tokens 120 --temperature 0.7 --top-p 0.9 --seed 3
 
 test: .venv/.installed-dev ## run the tests, without the slow ones
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGUMENTS)

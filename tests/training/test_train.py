@@ -10,6 +10,7 @@ import pytest
 
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.training.nano import train as nano
+from moe28t_jax.training.nano.plot import plot_log
 from moe28t_jax.weights import load_parameters
 from pallas_kernels import mxfp4_matmul
 
@@ -140,3 +141,9 @@ def test_batches_depend_on_seed_and_step_only():
     rows = np.concatenate([first.at(step, stage)[:, 0] for step in range(33)])
     assert len(set(rows.tolist())) == len(rows)  # one pass reads no piece twice
     assert (np.diff(first.at(7, stage), axis=1) == 1).all()
+
+
+def test_log_can_be_plotted(tmp_path):
+    log = nano.VOCABULARY.parent / "training_log.jsonl"
+    plot_log(log, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
