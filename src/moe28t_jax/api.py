@@ -92,7 +92,7 @@ class Model:
             raise NotImplementedError("Images are not supported by this version; pass text tokens only.")
         ids = np.asarray(token_ids)
         ids = ids[None] if ids.ndim == 1 else ids
-        if ids.ndim != 2 or ids.shape[1] == 0 or not np.issubdtype(ids.dtype, np.integer):
+        if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(
                 f"token_ids has shape {np.shape(token_ids)} and dtype {ids.dtype}; expected integers [batch, tokens]."
             )

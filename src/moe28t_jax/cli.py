@@ -192,8 +192,9 @@ def _score(options: argparse.Namespace) -> int:
     if not texts:
         _fail("There is nothing to score; name files or folders (or --heldout for nano's held-out texts).")
     model = _load(options)
+    console = Console(stderr=True)
     with Progress(
-        TextColumn("scored tokens"), MofNCompleteColumn(), console=Console(stderr=True)
+        TextColumn("scored tokens"), MofNCompleteColumn(), console=console, disable=not console.is_terminal
     ) as progress:
         task = progress.add_task("scoring", total=None)
         scores = score_texts(model, texts, options.batch, lambda count: progress.advance(task, count))

@@ -154,10 +154,6 @@ def test_one_layer_dense(k31, layer):
     assert_layer_noticed(result, f"layer {layer + 1} dense", None)
 
 
-def test_twice_the_top_k(k31):
-    assert_layer_noticed(layer_result(k31, overrides={"dsa.top_k": 16}), "top-k 16", None)
-
-
 def test_all_layers_dense(k31):
     kinds = tuple("mla" if kind == "dsa" else kind for kind in k31.config.attention_kinds)
     config = k31.config.override({"attention_kinds": kinds})

@@ -113,6 +113,18 @@ class MoEConfig:
         return self.num_shared_experts * self.intermediate_size
 
 
+def _require_same_type(name: str, current: Any, value: Any) -> None:
+    """Numbers, flags and words stay what they are; sections stay sections."""
+    if value is None or current is None:
+        return
+    wanted = (int, float) if isinstance(current, float) else type(current)
+    simple = isinstance(current, (bool, int, float, str))
+    fits = isinstance(value, wanted) and isinstance(value, bool) == isinstance(current, bool)
+    if (simple or is_dataclass(current)) and not fits:
+        kind = f"a value like {current!r}" if simple else "a section; set its fields"
+        raise ValueError(f"The override {name!r} is {value!r}, but the field is {kind}.")
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Everything that the mathematics, the parameter declaration and the checkpoint layout depend on.
@@ -229,7 +241,10 @@ class ModelConfig:
                     raise ValueError(
                         f"The configuration has no field {name!r}; section {head!r} is {section!r}."
                     )
+                _require_same_type(name, getattr(section, rest), value)
                 value = replace(section, **{rest: value})
+            else:
+                _require_same_type(name, getattr(self, head), value)
             changed[head] = tuple(value) if isinstance(value, list) else value
         return replace(self, **changed)
 
