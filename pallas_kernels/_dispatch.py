@@ -3,6 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 
 def dispatch(
     op_name: str,
@@ -24,13 +27,14 @@ def dispatch(
       default: names tried, in this order, when none is asked for. An implementation that has never run on its
         device is left out here and stays available by name.
       implementation: a name in `implementations`, or None.
-      *args: passed to the implementation.
+      *args: passed to the implementation, NumPy arrays as JAX arrays.
       **kwargs: passed to the implementation.
 
     Raises:
       ValueError: if `implementation` is not a known name.
       NotImplementedError: if the implementation asked for, or every default one, refuses the case.
     """
+    args = tuple(jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in args)
     if implementation is not None:
         if implementation not in implementations:
             names = ", ".join(repr(name) for name in sorted(implementations))

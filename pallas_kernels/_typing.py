@@ -6,19 +6,23 @@ checked at run time (the tests do), without it they are documentation.
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jax import Array
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Bool, Float, Int, Integer
 else:
     try:
-        from jaxtyping import Bool, Float, Int
+        from jaxtyping import Bool, Float, Int, Integer
     except ModuleNotFoundError:
 
         class _Unchecked:
             def __class_getitem__(cls, item: Any) -> Any:
                 return item[0]
 
-        Bool = Float = Int = _Unchecked
+        Bool = Float = Int = Integer = _Unchecked
 
-__all__ = ["Array", "Bool", "Float", "Int"]
+AnyArray = Array | np.ndarray
+"""What public functions take; `dispatch` hands implementations JAX arrays."""
+
+__all__ = ["AnyArray", "Array", "Bool", "Float", "Int", "Integer"]

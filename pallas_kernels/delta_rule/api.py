@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pallas_kernels._dispatch import dispatch
-from pallas_kernels._typing import Array, Float, Int
+from pallas_kernels._typing import AnyArray, Array, Float, Int
 from pallas_kernels.delta_rule import reference, xla
 
 _DELTA_RULE: Mapping[str, Callable[..., Any]] = {"reference": reference.delta_rule, "xla": xla.delta_rule}
@@ -41,14 +41,14 @@ def _expect_sequence(op_name: str, k: Any, v: Any) -> tuple[int, int, int, int, 
 
 
 def delta_rule(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    log_decay: Float[Array, "B T H K"],
-    beta: Float[Array, "B T H"],
-    initial_state: Float[Array, "B H K V"] | None = None,
-    lengths: Int[Array, " B"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
+    q: Float[AnyArray, "B T H K"],
+    k: Float[AnyArray, "B T H K"],
+    v: Float[AnyArray, "B T H V"],
+    log_decay: Float[AnyArray, "B T H K"],
+    beta: Float[AnyArray, "B T H"],
+    initial_state: Float[AnyArray, "B H K V"] | None = None,
+    lengths: Int[AnyArray, " B"] | None = None,
+    segment_ids: Int[AnyArray, "B T"] | None = None,
     return_boundary_states: bool = False,
     implementation: str | None = None,
 ) -> (
@@ -108,12 +108,12 @@ def delta_rule(
 
 
 def step(
-    q: Float[Array, "B H K"],
-    k: Float[Array, "B H K"],
-    v: Float[Array, "B H V"],
-    log_decay: Float[Array, "B H K"],
-    beta: Float[Array, "B H"],
-    state: Float[Array, "B H K V"],
+    q: Float[AnyArray, "B H K"],
+    k: Float[AnyArray, "B H K"],
+    v: Float[AnyArray, "B H V"],
+    log_decay: Float[AnyArray, "B H K"],
+    beta: Float[AnyArray, "B H"],
+    state: Float[AnyArray, "B H K V"],
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
     """Gated delta rule for one token: the output in v's dtype and the state after it in the compute dtype.
@@ -139,11 +139,11 @@ def step(
 
 
 def segment_map(
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    log_decay: Float[Array, "B T H K"],
-    beta: Float[Array, "B T H"],
-    lengths: Int[Array, " B"] | None = None,
+    k: Float[AnyArray, "B T H K"],
+    v: Float[AnyArray, "B T H V"],
+    log_decay: Float[AnyArray, "B T H K"],
+    beta: Float[AnyArray, "B T H"],
+    lengths: Int[AnyArray, " B"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B H K K"], Float[Array, "B H K V"]]:
     """Affine map of the state over a segment: (M, S) with state_end = M state_start + S.

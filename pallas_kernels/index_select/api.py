@@ -1,14 +1,16 @@
 """Public functions of index selection."""
 
+import jax.numpy as jnp
+
 from pallas_kernels._dispatch import dispatch
-from pallas_kernels._typing import Array, Float, Int
+from pallas_kernels._typing import AnyArray, Array, Float, Int
 from pallas_kernels.index_select import reference, xla
 
 IMPLEMENTATIONS = {"reference": reference.select, "xla": xla.select}
 DEFAULT = ("xla",)
 
 
-def _check(q_index: Array, k_index: Array, weights: Array, rows: Array, name: str) -> None:
+def _check(q_index: AnyArray, k_index: AnyArray, weights: AnyArray, rows: AnyArray, name: str) -> None:
     if k_index.shape[-1] != q_index.shape[-1]:
         raise ValueError(
             f"k_index has {k_index.shape[-1]} channels but q_index has {q_index.shape[-1]}; "
@@ -27,12 +29,12 @@ def _check(q_index: Array, k_index: Array, weights: Array, rows: Array, name: st
 
 
 def select(
-    q_index: Float[Array, "B Q H D"],
-    k_index: Float[Array, "rows keys channels"],
-    weights: Float[Array, "B Q heads"],
-    query_positions: Int[Array, "batch queries"],
+    q_index: Float[AnyArray, "B Q H D"],
+    k_index: Float[AnyArray, "rows keys channels"],
+    weights: Float[AnyArray, "B Q heads"],
+    query_positions: Int[AnyArray, "batch queries"],
     top_k: int,
-    page_table: Int[Array, "table pages"] | None = None,
+    page_table: Int[AnyArray, "table pages"] | None = None,
     axis_name: str | None = None,
     use_relu: bool = True,
     implementation: str | None = None,
@@ -102,10 +104,10 @@ def select(
 
 
 def scores_at(
-    q_index: Float[Array, "B Q H D"],
-    k_index: Float[Array, "rows keys channels"],
-    weights: Float[Array, "B Q heads"],
-    indices: Int[Array, "batch queries N"],
+    q_index: Float[AnyArray, "B Q H D"],
+    k_index: Float[AnyArray, "rows keys channels"],
+    weights: Float[AnyArray, "B Q heads"],
+    indices: Int[AnyArray, "batch queries N"],
     use_relu: bool = True,
 ) -> Float[Array, "B Q N"]:
     """Index scores of the given keys, differentiable: what the indexer's training loss needs.
@@ -130,4 +132,5 @@ def scores_at(
         raise ValueError(
             f"k_index has {k_index.shape[0]} sequences but q_index has {q_index.shape[0]}; pass [B, S, D]."
         )
-    return xla.scores_at(q_index, k_index, weights, indices, use_relu)
+    arrays = (jnp.asarray(a) for a in (q_index, k_index, weights, indices))
+    return xla.scores_at(*arrays, use_relu)

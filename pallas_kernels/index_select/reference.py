@@ -6,7 +6,7 @@ score[t, s] = H^-1/2 D^-1/2 sum_h weights[t, h] relu(q[t, h] . k[s])    for s <=
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._typing import Array, Float, Int
+from pallas_kernels._typing import AnyArray, Array, Float, Int
 from pallas_kernels.sparse_attention.rows import compute_dtype
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -22,10 +22,10 @@ def _head_scores(q_BQHD: Array, weights_BQH: Array, dots_BQHS: Array, use_relu: 
 
 
 def scores(
-    q_index: Float[Array, "B Q H D"],
-    k_index: Float[Array, "B S D"],
-    weights: Float[Array, "B Q H"],
-    query_positions: Int[Array, "B Q"],
+    q_index: Float[AnyArray, "B Q H D"],
+    k_index: Float[AnyArray, "B S D"],
+    weights: Float[AnyArray, "B Q H"],
+    query_positions: Int[AnyArray, "B Q"],
     use_relu: bool = True,
 ) -> Float[Array, "B Q S"]:
     """All index scores, -inf where the key is not visible: for tests and for looking at a model.
@@ -43,6 +43,8 @@ def scores(
     Returns:
       Scores [B, Q, S] in float32, or float64 if an input is float64.
     """
+    q_index, k_index, weights = (jnp.asarray(a) for a in (q_index, k_index, weights))
+    query_positions = jnp.asarray(query_positions)
     dtype = compute_dtype(q_index, k_index, weights)
     positions = jnp.arange(k_index.shape[1], dtype=query_positions.dtype)
     visible_BQS = positions <= query_positions[..., None]

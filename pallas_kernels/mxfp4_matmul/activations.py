@@ -2,8 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
+from pallas_kernels._typing import Array, Float
 from pallas_kernels.mxfp4_matmul._codec import compute_dtype
 
 Activation = tuple[str] | tuple[str, float | int | None, float | int | None]

@@ -5,16 +5,16 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Integer
 
 from pallas_kernels._dispatch import dispatch
+from pallas_kernels._typing import AnyArray, Array, Float, Int, Integer
 from pallas_kernels.mxfp4_matmul import reference, xla
 from pallas_kernels.mxfp4_matmul._codec import BLOCK
 from pallas_kernels.mxfp4_matmul.activations import Activation
 from pallas_kernels.mxfp4_matmul.tensor import MXFP4Tensor
 
-Layer = int | np.integer | Integer[Array | np.ndarray, ""] | None
-FloatStack = Float[Array | np.ndarray, "*stack K N"]
+Layer = int | np.integer | Integer[AnyArray, ""] | None
+FloatStack = Float[AnyArray, "*stack K N"]
 
 _GROUPED_MATMUL = {"xla": xla.grouped_matmul, "reference": reference.grouped_matmul}
 _GROUPED_GLU = {"xla": xla.grouped_glu, "reference": reference.grouped_glu}
@@ -23,9 +23,9 @@ _DEFAULT = ("xla",)
 
 
 def grouped_matmul(
-    x: Float[Array | np.ndarray, "M K"],
+    x: Float[AnyArray, "M K"],
     w: MXFP4Tensor | FloatStack,
-    group_sizes: Int[Array | np.ndarray, " E"],
+    group_sizes: Int[AnyArray, " E"],
     layer: Layer = None,
     activation: None = None,
     activation_dtype: Any = None,
@@ -62,10 +62,10 @@ def grouped_matmul(
 
 
 def grouped_glu(
-    x: Float[Array | np.ndarray, "M K"],
+    x: Float[AnyArray, "M K"],
     w_gate: MXFP4Tensor | FloatStack,
     w_up: MXFP4Tensor | FloatStack,
-    group_sizes: Int[Array | np.ndarray, " E"],
+    group_sizes: Int[AnyArray, " E"],
     activation: Activation = ("situ", 4.0, 25.0),
     layer: Layer = None,
     activation_dtype: Any = None,
@@ -101,7 +101,7 @@ def grouped_glu(
 
 
 def matmul(
-    x: Float[Array | np.ndarray, "*batch K"],
+    x: Float[AnyArray, "*batch K"],
     w: MXFP4Tensor,
     layer: Layer = None,
     activation_dtype: Any = None,

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
+from pallas_kernels._typing import Array, Float
 from pallas_kernels.mxfp4_matmul import _codec
 from pallas_kernels.mxfp4_matmul._codec import BLOCK
 from pallas_kernels.mxfp4_matmul.tensor import LAYOUTS, MXFP4Tensor

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
 
+from pallas_kernels._typing import Array
 from pallas_kernels.mxfp4_matmul._codec import compute_dtype
 from pallas_kernels.mxfp4_matmul.activations import Activation, apply_activation
 from pallas_kernels.mxfp4_matmul.quantize import fake_quantize_mxfp8

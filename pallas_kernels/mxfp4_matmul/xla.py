@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
 
+from pallas_kernels._typing import AnyArray, Array
 from pallas_kernels.mxfp4_matmul import _codec
 from pallas_kernels.mxfp4_matmul._codec import BLOCK
 from pallas_kernels.mxfp4_matmul.activations import Activation, apply_activation
@@ -213,7 +213,7 @@ def _weight_gradient(x: Array, cotangent: Array, w: Array, group_sizes: Array, l
         return lax.fori_loop(0, groups.count, one_expert, gradient)
 
 
-def program_shape(w: Weight) -> tuple[int, int, int]:
+def program_shape(w: Weight | AnyArray) -> tuple[int, int, int]:
     """(experts, inputs, outputs) of a weight of either kind."""
     if isinstance(w, MXFP4Tensor):
         experts, outputs, inputs = w.shape[-3:]

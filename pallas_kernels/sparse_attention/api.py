@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from pallas_kernels._dispatch import dispatch
-from pallas_kernels._typing import Array, Float, Int
+from pallas_kernels._typing import AnyArray, Array, Float, Int
 from pallas_kernels.sparse_attention import reference, xla
 from pallas_kernels.sparse_attention.rows import compute_dtype
 
@@ -12,12 +12,12 @@ DEFAULT = ("xla",)
 
 
 def sparse_attention(
-    q_latent: Float[Array, "B Q H C"],
-    kv_latent: Float[Array, "rows keys channels"],
-    indices: Int[Array, "batch queries N"],
+    q_latent: Float[AnyArray, "B Q H C"],
+    kv_latent: Float[AnyArray, "rows keys channels"],
+    indices: Int[AnyArray, "batch queries N"],
     scale: float,
     value_dim: int,
-    page_table: Int[Array, "table pages"] | None = None,
+    page_table: Int[AnyArray, "table pages"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B Q H V"], Float[Array, "B Q H"]]:
     """Multi-head latent attention of every query over its own selected keys.
@@ -86,7 +86,7 @@ def sparse_attention(
 
 
 def merge(
-    outputs: Float[Array, "parts *rows V"], logsumexps: Float[Array, "parts *rows"]
+    outputs: Float[AnyArray, "parts *rows V"], logsumexps: Float[AnyArray, "parts *rows"]
 ) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
     """Attention over the union of disjoint sets of keys, from the attention over each of them.
 
@@ -100,6 +100,7 @@ def merge(
     Returns:
       o [..., V] in the dtype of `outputs` and logsumexp [...] in the dtype of `logsumexps`.
     """
+    outputs, logsumexps = jnp.asarray(outputs), jnp.asarray(logsumexps)
     dtype = compute_dtype(outputs, logsumexps)
     exists = ~jnp.isneginf(logsumexps)
     empty = ~jnp.any(exists, axis=0)
