@@ -257,7 +257,7 @@ def test_a_prompt_of_several_chunks_gives_what_one_chunk_gives(model) -> None:
     ([512], {}, ValueError, r"Token id 512 is outside the vocabulary of 512 ids"),
     ("x" * 300, {}, ValueError, r"The prompt has 300 tokens and the context holds 300; shorten it or load the model"),
     ("x", {"max_new_tokens": 0}, ValueError, r"max_new_tokens is 0; it must be at least 1"),
-    ("x", {"temperature": -1.0}, ValueError, r"temperature is -1\.0; it must be 0 \(greedy\) or a positive number"),
+    ("x", {"temperature": -1.0}, ValueError, r"temperature is -1\.0; it must be 0 \(greedy\) to 1e\+06"),
     ("x", {"top_p": 0.0}, ValueError, r"top_p is 0\.0; it must be above 0 and at most 1"),
     ("x", {"effort": "high"}, NotImplementedError, r"effort, tools and images belong to conversations, .* pass a text"),
     ("x", {"tools": []}, NotImplementedError, r"effort, tools and images belong to conversations"),
@@ -267,3 +267,16 @@ def test_a_prompt_of_several_chunks_gives_what_one_chunk_gives(model) -> None:
 def test_bad_generation_requests_are_refused(model, prompt, options, kind, message) -> None:
     with pytest.raises(kind, match=message):
         model.generate(prompt, **options)
+
+
+@pytest.mark.parametrize("prompt", [np.array([1.5, 2.0]), b"ab", np.array([[1, 2]])])
+def test_prompts_are_text_or_whole_numbers(model, prompt) -> None:
+    with pytest.raises(
+        ValueError, match=r"The prompt is .* of shape .*; give a text or one row of whole-number"
+    ):
+        model._prompt_ids(prompt)
+
+
+def test_load_names_an_unknown_dtype() -> None:
+    with pytest.raises(ValueError, match="dtype is 'foo'; it must be bfloat16, float32 or float64"):
+        api.load("nano", dtype="foo")

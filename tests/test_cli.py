@@ -4,10 +4,12 @@ import io
 import json
 import shutil
 
+import numpy as np
 import pytest
 
 from moe28t_jax import __version__, api, cli
 from moe28t_jax.cli import main
+from moe28t_jax.weights import declared_values, load_parameters
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +133,8 @@ def test_generate_says_what_is_wrong_with_a_checkpoint(capsys, folder, broken, t
     ("vocab_size=300", ("pad_id",)),
     ('dsa.top_k="x"', ("top_k",)),
     ("hidden_size=wide", ("hidden_size",)),
+    ("dsa=5", ("dsa", "section")),
+    ("dsa.top_k=" + "[" * 5000, ("dsa.top_k", "nested too deeply")),
 ])  # fmt: skip
 def test_a_bad_override_is_named(capsys, folder, item, parts) -> None:
     fails(capsys, ["generate", "--model", folder, "--prompt", "x", "--no-echo", "--set", item], *parts)
@@ -184,9 +188,15 @@ def test_convert_unpacks_and_packs_again(capsys, folder, small_checkpoint, tmp_p
     found = json.loads(capsys.readouterr().out)
     assert found["target"] == str(narrow) and found["seconds"] >= 0
     assert found["bytes"] == sum(file.stat().st_size for file in narrow.iterdir()) < size
-    # MXFP4 values are exact in bfloat16; packing them again keeps every value (and makes -0 into 0).
-    content = (narrow / "model.safetensors").read_bytes()
-    assert len(content) == (small_checkpoint / "model.safetensors").stat().st_size
+    # MXFP4 values are exact in bfloat16, so packing them again keeps every value (-0 becomes 0, another code).
+    before, config = load_parameters(small_checkpoint, dtype=np.dtype(np.float32))
+    after, same_config = load_parameters(narrow, dtype=np.dtype(np.float32))
+    assert same_config == config
+    pairs = zip(declared_values(before, config), declared_values(after, config), strict=True)
+    for (item, old), (_, new) in pairs:
+        if item.parameter.quantizable:
+            old, new = old.dequantize(), new.dequantize()
+        np.testing.assert_array_equal(np.asarray(new), np.asarray(old), err_msg=item.stored_name)
     assert (narrow / "tiktoken.model").read_bytes() == (small_checkpoint / "tiktoken.model").read_bytes()
 
 
@@ -281,3 +291,20 @@ def test_a_fault_of_the_program_is_not_hidden(folder, monkeypatch) -> None:
     monkeypatch.setattr(cli, "_inspect", faulty)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["inspect", folder])
+
+
+def test_closed_standard_input_is_no_prompt(capsys, folder, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    fails(capsys, ["generate", "--model", folder], "There is no prompt")
+
+
+def test_a_prompt_outside_unicode_and_a_huge_seed_are_named(capsys, folder) -> None:
+    command = ["generate", "--model", folder, "--no-echo", "--prompt"]
+    fails(capsys, [*command, "a\udcffb"], "is not Unicode text (character 1")
+    fails(capsys, [*command, "x", "--seed", "99999999999999999999"], "seed is 99999999999999999999")
+
+
+def test_a_preset_without_weights_says_so(capsys) -> None:
+    fails(
+        capsys, ["generate", "--model", "moe28t", "--prompt", "x", "--no-echo"], "is a preset without weights"
+    )

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from rich.progress import Progress
 
 from moe28t_jax.chat import Tokenizer
-from moe28t_jax.config import ModelConfig
+from moe28t_jax.config import PRESETS, ModelConfig
 from moe28t_jax.engine import Steps, generate_ids
 from moe28t_jax.model.parameters import Parameters
 from moe28t_jax.weights import load_parameters
@@ -179,7 +179,18 @@ class Model:
 
     def _prompt_ids(self, prompt: str | Sequence[int] | np.ndarray | jax.Array) -> list[int]:
         if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
+            ids = np.asarray(prompt)
+            if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+                raise ValueError(
+                    f"The prompt is {ids.dtype} of shape {ids.shape}; give a text or one row of whole-number token ids."
+                )
+            return [int(token) for token in ids]
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"The prompt is not Unicode text (character {error.start} has no UTF-8 form); correct it first."
+            ) from None
         if self.tokenizer is None:
             raise ValueError(
                 f"This checkpoint folder has no {TOKENIZER_FILE}, so text cannot be read; pass token ids or "
@@ -220,8 +231,17 @@ def load(
             f"{text!r} is an object-store address; this version reads local folders only."
         )
     folder = shipped_folder("nano") if text == "nano" else Path(source).expanduser()
+    if text in PRESETS and text != "nano" and not folder.exists():
+        raise ValueError(
+            f"{text!r} is a preset without weights (only nano ships with the package); give the folder of a "
+            f"checkpoint, or look at it with ModelConfig.preset({text!r}) or `moe28t inspect {text}`."
+        )
+    try:
+        dtype = np.dtype(jnp.dtype(dtype))
+    except TypeError:
+        raise ValueError(f"dtype is {dtype!r}; it must be bfloat16, float32 or float64.") from None
     config = ModelConfig.from_hf(folder, overrides or {})
-    parameters, config = load_parameters(folder, config, np.dtype(jnp.dtype(dtype)), progress=progress)
+    parameters, config = load_parameters(folder, config, dtype, progress=progress)
     vocabulary = folder / TOKENIZER_FILE if folder.is_dir() else folder.parent / TOKENIZER_FILE
     tokenizer = Tokenizer.from_file(vocabulary) if vocabulary.is_file() else None
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:

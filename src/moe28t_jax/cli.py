@@ -80,6 +80,8 @@ def _overrides(options: argparse.Namespace) -> dict[str, Any]:
             values[name] = json.loads(text)
         except json.JSONDecodeError:
             values[name] = text
+        except RecursionError:
+            _fail(f"--set {name} is nested too deeply for any field; give a plain value.")
     return values
 
 
@@ -123,7 +125,7 @@ def _prompt(options: argparse.Namespace) -> str:
         return _read_text(options.prompt_file)
     if options.prompt is not None:
         return options.prompt
-    if sys.stdin.isatty():
+    if sys.stdin is None or sys.stdin.isatty():
         _fail("There is no prompt; give --prompt TEXT, --prompt-file FILE, or text on standard input.")
     try:
         return sys.stdin.read()

@@ -66,6 +66,13 @@ def test_draws_follow_the_nucleus_distribution(temperature, top_p) -> None:
     assert (found > 0)[expected > 1e-3].all()
 
 
+def test_the_nucleus_keeps_exactly_the_tokens_that_reach_top_p() -> None:
+    # At temperature 1 the shares are .331 .331 .201 and less (e^3, e^3, e^2.5 of 60.7): the second token reaches
+    # 0.65, and 0.67 needs a third.
+    assert np.flatnonzero(frequencies(1.0, 0.65)).tolist() == [1, 5]
+    assert np.flatnonzero(frequencies(1.0, 0.67)).tolist() == [1, 3, 5]
+
+
 def test_temperature_zero_takes_the_highest_logit_and_the_lowest_id_of_equals() -> None:
     found = frequencies(0.0, 1.0)
     assert np.flatnonzero(found).tolist() == [1]
@@ -151,7 +158,7 @@ def test_an_inactive_row_of_a_decode_step_keeps_its_cache() -> None:
     (([-1, 5], 3), {}, r"Token id -1 is outside the vocabulary of 256 ids\."),
     (([5] * 4096, 3), {}, r"The prompt has 4096 tokens and the context holds 4096; shorten it or load the model"),
     (([5], 0), {}, r"max_new_tokens is 0; it must be at least 1\."),
-    (([5], 3), {"temperature": -0.5}, r"temperature is -0\.5; it must be 0 \(greedy\) or a positive number\."),
+    (([5], 3), {"temperature": -0.5}, r"temperature is -0\.5; it must be 0 \(greedy\) to 1e\+06\."),
     (([5], 3), {"temperature": float("nan")}, r"temperature is nan; it must be 0"),
     (([5], 3), {"temperature": float("inf")}, r"temperature is inf; it must be 0"),
     (([5], 3), {"top_p": 0.0}, r"top_p is 0\.0; it must be above 0 and at most 1\."),

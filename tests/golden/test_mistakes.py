@@ -154,6 +154,13 @@ def test_one_layer_dense(k31, layer):
     assert_layer_noticed(result, f"layer {layer + 1} dense", None)
 
 
+def test_twice_the_top_k(k31):
+    config = k31.config.override({"dsa.top_k": 16})
+    stream = fixtures.recorded_stream(k31.parameters, k31.config, k31.golden, 3)
+    partial, _ = fixtures.layer_program(config, 3, frozenset())(k31.layers[3], stream)
+    assert_noticed(difference(partial[0], k31.golden["partial_sums_f64ref"][3]), 5e-4, "top-k 16")
+
+
 def test_all_layers_dense(k31):
     kinds = tuple("mla" if kind == "dsa" else kind for kind in k31.config.attention_kinds)
     config = k31.config.override({"attention_kinds": kinds})

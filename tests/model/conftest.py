@@ -81,12 +81,12 @@ def _same_choices(
             np.testing.assert_array_equal(a[name][rows], b[name][rows], err_msg=f"{name} of layer {layer}")
 
 
-def _random_parameters(config: ModelConfig, dtype: str, seed: int = 0) -> Parameters:
+def _random_parameters(config: ModelConfig, dtype: str, seed: int, scale: float) -> Parameters:
     """Parameters of which none is at a neutral value: every gain, bias and pseudo query matters."""
     parameters = initialize(config, jax.random.key(seed), jnp.dtype(dtype))
     leaves, structure = jax.tree.flatten(parameters)
     rng = np.random.default_rng(seed)
-    noise = [jnp.asarray(0.3 * rng.standard_normal(leaf.shape), leaf.dtype) for leaf in leaves]
+    noise = [jnp.asarray(scale * rng.standard_normal(leaf.shape), leaf.dtype) for leaf in leaves]
     return jax.tree.unflatten(structure, [leaf + extra for leaf, extra in zip(leaves, noise, strict=True)])
 
 
@@ -116,8 +116,10 @@ def tiny(dtype: str) -> Callable[[str], Tiny]:
 
 @pytest.fixture
 def random_tiny(dtype: str) -> Callable[..., Tiny]:
-    """Makes a model of a configuration: (config, seed=0)."""
-    return lambda config, seed=0: Tiny(_random_parameters(config, dtype, seed), config, dtype)
+    """Makes a model of a configuration: (config, seed=0, scale=0.3); deep ones need a smaller scale in float32."""
+    return lambda config, seed=0, scale=0.3: Tiny(
+        _random_parameters(config, dtype, seed, scale), config, dtype
+    )
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def test_stacked_layers_equal_separate_ones(random_tiny, stack, same_choices, k3
     assert [(s.first, s.period, s.repeats) for s in found] == [(first, period, repeats)]
     starts = {tuple(config.starts_block(found[0].layer(r, p)) for p in range(period)) for r in range(repeats)}
     assert len(starts) > 1
-    check_layouts(random_tiny(config), stack, same_choices)
+    check_layouts(random_tiny(config, scale=0.15), stack, same_choices)
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_other_stacked_layouts_equal_separate_ones(
     config = layered(k31_config, attention, mlp, block)
     found = [s for s in segments(config, True) if s.repeats > 1]
     assert [(s.first, s.period, s.repeats) for s in found] == [(first, period, repeats)]
-    check_layouts(random_tiny(config), stack, same_choices)
+    check_layouts(random_tiny(config, scale=0.15), stack, same_choices)
 
 
 def check_layouts(separate, stack, same_choices) -> None:
@@ -81,9 +81,7 @@ def check_layouts(separate, stack, same_choices) -> None:
         rows = [np.s_[0, :20], np.s_[1, :13]] if index == 0 else [np.s_[:]]
         for keep in rows:
             assert np.abs(expected[keep]).max() > 0.1
-            # Large random weights amplify float32 rounding; the float64 run holds the layouts to 1e-9.
-            tolerance = separate.tolerance * (10 if separate.tolerance > 1e-6 else 1)
-            np.testing.assert_allclose(found[keep], expected[keep], rtol=0, atol=tolerance)
+            np.testing.assert_allclose(found[keep], expected[keep], rtol=0, atol=separate.tolerance)
             same_choices(chosen, expected_choices, keep)
         if index < 3:
             more = prompt_ids(2, 1, 10 + index)

@@ -44,6 +44,19 @@ from moe28t_jax.config.public_fields import (
 _DSA_SIZES = ("dsa.num_heads", "dsa.head_dim", "dsa.top_k")
 
 
+# Far above any real depth; a larger number is a mistake that would exhaust memory.
+_MAX_LAYERS = 10_000
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; readers differ on which of two equal keys counts, so there may be one only."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
+        raise ValueError(f"the key {twice!r} stands twice in one object")
+    return result
+
+
 def from_hf(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any]) -> ModelConfig:
     """Read a public configuration: a path to `config.json` or its folder, or its parsed content.
 
@@ -59,9 +72,11 @@ def from_hf(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any]
                 f"There is no file {str(path)!r}; give a config.json or the folder that holds it."
             )
         try:
-            document = json.loads(path.read_text("utf-8"))
+            document = json.loads(path.read_text("utf-8"), object_pairs_hook=_unique)
         except ValueError as error:
             raise ValueError(f"{path} is not valid JSON: {error}.") from None
+        except RecursionError:
+            raise ValueError(f"{path} is nested too deeply for a configuration.") from None
         name = str(path)
     if not isinstance(document, dict):
         raise ValueError(f"{name} holds {type(document).__name__}; a configuration is a JSON object.")
@@ -174,8 +189,8 @@ def _layer_list(name: str, value: Any, count: int) -> list[int]:
 
 def _attention_kinds(text: Document, linear: Document | None, dsa: Document | None) -> tuple[Any, ...]:
     count = text.get("num_hidden_layers")
-    if type(count) is not int or count < 1:
-        raise ValueError(f"num_hidden_layers is {count!r}; it must be an integer of at least 1.")
+    if type(count) is not int or not 1 <= count <= _MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers is {count!r}; it must be an integer from 1 to {_MAX_LAYERS}.")
     everything = list(range(1, count + 1))
     if linear is None:
         delta, full = [], everything
@@ -283,20 +298,25 @@ def _quantization(document: Document, text: Document) -> Any:
         block = inner_block(document, "quantization_config")
     if block is None:
         return None
-    groups = block.get("config_groups")
-    groups = list(groups.values()) if isinstance(groups, dict) else []
+    groups = inner_block(block, "config_groups") or {}
+    if not groups:
+        raise ValueError("quantization_config has no config_groups; they say how the weights are packed.")
     expected: list[tuple[str, Any, Any]] = [
         ("quant_method", block.get("quant_method"), "compressed-tensors"),
         ("format", block.get("format"), "mxfp4-pack-quantized"),
         ("kv_cache_scheme", block.get("kv_cache_scheme"), None),
     ]
-    for group in groups:
-        weights = group.get("weights") or {}
+    for name in groups:
+        group = inner_block(groups, name) or {}
+        weights = inner_block(group, "weights") or {}
         expected += [
             ("format", group.get("format", "mxfp4-pack-quantized"), "mxfp4-pack-quantized"),
             ("num_bits", weights.get("num_bits"), 4),
             ("type", weights.get("type", "float"), "float"),
             ("group_size", weights.get("group_size"), 32),
+            ("strategy", weights.get("strategy", "group"), "group"),
+            ("dynamic", weights.get("dynamic", False), False),
+            ("scale_dtype", weights.get("scale_dtype", "torch.uint8"), "torch.uint8"),
             ("symmetric", weights.get("symmetric", True), True),
             ("input_activations", group.get("input_activations"), None),
             ("output_activations", group.get("output_activations"), None),

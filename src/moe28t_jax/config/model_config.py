@@ -113,16 +113,18 @@ class MoEConfig:
         return self.num_shared_experts * self.intermediate_size
 
 
-def _require_same_type(name: str, current: Any, value: Any) -> None:
-    """Numbers, flags and words stay what they are; sections stay sections."""
+def _of_same_type(name: str, current: Any, value: Any) -> Any:
+    """The value, if it is of the field's kind: numbers, flags and words stay what they are, sections too."""
     if value is None or current is None:
-        return
-    wanted = (int, float) if isinstance(current, float) else type(current)
+        return value
+    if isinstance(current, float) and type(value) is int:
+        value = float(value)
     simple = isinstance(current, (bool, int, float, str))
-    fits = isinstance(value, wanted) and isinstance(value, bool) == isinstance(current, bool)
+    fits = isinstance(value, type(current)) and isinstance(value, bool) == isinstance(current, bool)
     if (simple or is_dataclass(current)) and not fits:
         kind = f"a value like {current!r}" if simple else "a section; set its fields"
         raise ValueError(f"The override {name!r} is {value!r}, but the field is {kind}.")
+    return value
 
 
 @dataclass(frozen=True)
@@ -241,10 +243,9 @@ class ModelConfig:
                     raise ValueError(
                         f"The configuration has no field {name!r}; section {head!r} is {section!r}."
                     )
-                _require_same_type(name, getattr(section, rest), value)
-                value = replace(section, **{rest: value})
+                value = replace(section, **{rest: _of_same_type(name, getattr(section, rest), value)})
             else:
-                _require_same_type(name, getattr(self, head), value)
+                value = _of_same_type(name, getattr(self, head), value)
             changed[head] = tuple(value) if isinstance(value, list) else value
         return replace(self, **changed)
 

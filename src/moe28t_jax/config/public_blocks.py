@@ -21,7 +21,7 @@ ARCHITECTURES = {
 def text_block(document: Document) -> Document:
     """The block with the text network's sizes: the inner one of a nested form, else the document itself."""
     model_type = document.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise ValueError(f"model_type is {model_type!r}; the supported ones are {', '.join(ARCHITECTURES)}.")
     if model_type not in NESTED_PREFIX:
         return document

@@ -15,6 +15,8 @@ from moe28t_jax.engine.steps import Steps, round_up
 
 # Caches come in these steps, so that prompts of similar length share one compiled program.
 _CACHE_GRID = 256
+_SEEDS = 2**31
+_MAX_TEMPERATURE = 1e6
 
 
 class FinishReason(StrEnum):
@@ -53,8 +55,10 @@ def generate_ids(
         )
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
-    if not temperature >= 0 or temperature == float("inf"):
-        raise ValueError(f"temperature is {temperature}; it must be 0 (greedy) or a positive number.")
+    if not 0 <= temperature <= _MAX_TEMPERATURE:
+        raise ValueError(f"temperature is {temperature}; it must be 0 (greedy) to {_MAX_TEMPERATURE:g}.")
+    if seed is not None and not 0 <= seed < _SEEDS:
+        raise ValueError(f"seed is {seed}; it must be a whole number from 0 to {_SEEDS - 1}.")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1.")
 

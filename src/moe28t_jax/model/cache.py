@@ -48,6 +48,12 @@ class Cache:
     def batch(self) -> int:
         return self.lengths_B.shape[0]
 
+    @property
+    def capacity(self) -> int | None:
+        """Tokens a row can hold; None when no layer keeps tokens (delta layers only)."""
+        layers = (layer for segment in self.segments for layer in segment)
+        return next((x.latent_BSC.shape[-2] for x in layers if isinstance(x, LatentCache)), None)
+
 
 def init_cache(
     config: ModelConfig, batch: int, max_context: int, dtype: Any = jnp.float32, stacked: bool = False
@@ -63,6 +69,8 @@ def init_cache(
         raise ValueError(
             f"max_context is {max_context}; this configuration allows 1 to {config.max_context} tokens per row."
         )
+    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating) or jnp.dtype(dtype).itemsize < 2:
+        raise ValueError(f"A cache cannot be of dtype {jnp.dtype(dtype)}; take bfloat16, float32 or float64.")
     if batch < 1:
         raise ValueError(f"batch is {batch}; a cache needs at least one row.")
 

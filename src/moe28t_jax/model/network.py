@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from moe28t_jax.config import ModelConfig, Segment, segments
@@ -216,26 +217,48 @@ def _scan_segment(
     return stream, caches, auxiliary
 
 
-def _embed(parameters: Parameters, inputs: Inputs, config: ModelConfig) -> Float[Array, "B T D"]:
+def _embed(
+    parameters: Parameters, inputs: Inputs, valid_BT: Bool[Array, "B T"], config: ModelConfig
+) -> Float[Array, "B T D"]:
     x_BTD = parameters["embedding"][inputs.token_ids]
     if inputs.image_features is None:
         return x_BTD
     if config.media_pad_id is None:
         raise ValueError("Image features were given, but this configuration has no media pad token.")
-    media_BT = inputs.token_ids == config.media_pad_id
+    features_ND = jnp.asarray(inputs.image_features)
+    if features_ND.ndim != 2 or features_ND.shape[1] != x_BTD.shape[-1]:
+        raise ValueError(
+            f"image_features has shape {features_ND.shape}; expected [patches, {x_BTD.shape[-1]}], one row per "
+            "media pad token."
+        )
+    # Padding may hold any id, the media pad's too.
+    media_BT = (inputs.token_ids == config.media_pad_id) & valid_BT
     order_BT = jnp.cumsum(media_BT.reshape(-1), dtype=jnp.int32).reshape(media_BT.shape) - 1
-    features_BTD = jnp.asarray(inputs.image_features)[order_BT].astype(x_BTD.dtype)
+    features_BTD = features_ND[order_BT].astype(x_BTD.dtype)
     return jnp.where(media_BT[:, :, None], features_BTD, x_BTD)
 
 
 def _check(parameters: Parameters, inputs: Inputs, cache: Cache | None, config: ModelConfig) -> None:
-    if inputs.token_ids.ndim != 2:
-        raise ValueError(f"token_ids has shape {inputs.token_ids.shape}; expected [batch, tokens].")
+    shape = np.shape(inputs.token_ids)
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"token_ids has shape {shape}; expected [batch, tokens] with at least one of each.")
+    if inputs.lengths is not None and np.shape(inputs.lengths) != shape[:1]:
+        raise ValueError(
+            f"lengths has shape {np.shape(inputs.lengths)}; expected ({shape[0]},), one length per row of token_ids."
+        )
+    for name, value in (("token_ids", inputs.token_ids), ("lengths", inputs.lengths)):
+        if value is not None and not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+            raise ValueError(f"{name} has dtype {jnp.result_type(value)}; expected integers.")
     if cache is None:
         return
     if cache.batch != inputs.token_ids.shape[0]:
         raise ValueError(
             f"The cache has {cache.batch} rows and token_ids {inputs.token_ids.shape[0]}; they must be equal."
+        )
+    if cache.capacity is not None and shape[1] > cache.capacity:
+        raise ValueError(
+            f"token_ids has {shape[1]} tokens per row and the cache holds {cache.capacity}; make a larger cache or "
+            "pass fewer tokens at a time."
         )
     if [len(segment) for segment in cache.segments] != [len(segment) for segment in parameters.segments]:
         raise ValueError(
@@ -243,11 +266,10 @@ def _check(parameters: Parameters, inputs: Inputs, cache: Cache | None, config: 
         )
 
 
-def _lengths(inputs: Inputs) -> Int[Array, " B"]:
-    batch, count = inputs.token_ids.shape
+def _lengths(inputs: Inputs, count: int) -> Int[Array, " B"]:
     if inputs.lengths is None:
-        return jnp.full((batch,), count, jnp.int32)
-    return jnp.asarray(inputs.lengths).astype(jnp.int32)
+        return jnp.full((len(inputs.token_ids),), count, jnp.int32)
+    return jnp.clip(jnp.asarray(inputs.lengths).astype(jnp.int32), 0, count)
 
 
 def run(
@@ -263,15 +285,17 @@ def run(
     collect: names of what to return per layer: `partial_sums`, `router`, `index_sets`, `index_scores`,
     `index_keys`, `indexer_loss`.
     """
+    if not hasattr(inputs.token_ids, "shape"):
+        inputs = replace(inputs, token_ids=jnp.asarray(inputs.token_ids))
     _check(parameters, inputs, cache, config)
     batch, count = inputs.token_ids.shape
-    lengths_B = _lengths(inputs)
+    lengths_B = _lengths(inputs, count)
     valid_BT: Bool[Array, "B T"] = jnp.arange(count, dtype=jnp.int32)[None, :] < lengths_B[:, None]
     starts_B: Int[Array, " B"] = jnp.zeros((batch,), jnp.int32) if cache is None else cache.lengths_B
     step = Step(starts_B, lengths_B, valid_BT, config, collect)
 
     with jax.named_scope("embedding"):
-        stream = Stream(_embed(parameters, inputs, config), (), None)
+        stream = Stream(_embed(parameters, inputs, valid_BT, config), (), None)
     new_segments: list[list[Any]] = []
     auxiliary: list[dict[str, jax.Array]] = []
     for index, segment in enumerate(segments(config, parameters.stacked(config))):
@@ -340,16 +364,24 @@ def forward(
     inputs: `Inputs`, or a mapping with its fields: `token_ids` [B, T] int32, right padded; `lengths` [B];
         `image_features`.
     cache: from `init_cache` or an earlier call; it continues at each row's own length, so prefill, chunked
-        prefill and decode are this one function with other shapes. Rows must stay within the cache's capacity:
-        tokens beyond it are dropped from it (the engine checks before it calls).
+        prefill and decode are this one function with other shapes. A call with more tokens than the cache holds
+        is refused; how full each row is depends on values, so the caller keeps count (the engine does): tokens
+        that no longer fit are not kept.
     logits: `all` gives [B, T, V], `last` only each row's last real token, [B, V]. float32 (float64).
     """
     if isinstance(inputs, Mapping):
+        unknown = sorted(set(inputs) - {"token_ids", "lengths", "image_features"})
+        if unknown or "token_ids" not in inputs:
+            raise ValueError(
+                f"inputs has the keys {sorted(inputs)}; expected token_ids and, if needed, lengths and image_features."
+            )
         inputs = Inputs(**inputs)
+    if logits not in ("all", "last"):
+        raise ValueError(f"logits is {logits!r}; it must be 'all' or 'last'.")
     result = run(parameters, inputs, cache, config)
     hidden = result.hidden_BTD
     if logits == "last":
-        hidden = last_hidden(hidden, _lengths(inputs))
+        hidden = last_hidden(hidden, _lengths(inputs, hidden.shape[1]))
     return project_logits(parameters, hidden), result.cache
 
 
