@@ -60,7 +60,8 @@ def _load(options: argparse.Namespace) -> Any:
         # A CPU has no fast bfloat16 arithmetic.
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         return load(
             options.model,
             dtype=dtype,
@@ -113,7 +114,7 @@ def _generate(options: argparse.Namespace) -> int:
         }
         print(json.dumps(result, ensure_ascii=False))
     else:
-        print()
+        print(flush=True)
         print(f"[{prompt_tokens} prompt tokens, {count} new, {rate:.1f} tokens/s, {reason}]", file=sys.stderr)
     return 0
 
@@ -160,7 +161,8 @@ def _convert(options: argparse.Namespace) -> int:
     from moe28t_jax.weights import convert
 
     started = time.perf_counter()
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         convert(options.source, options.target, to=options.to, progress=progress)
     size = sum(file.stat().st_size for file in options.target.iterdir() if file.is_file())
     if options.json:

@@ -1,5 +1,6 @@
 """The shipped checkpoint: what it is, and that it still scores what its record says."""
 
+import hashlib
 import json
 
 import numpy as np
@@ -37,6 +38,17 @@ def test_record_beats_gzip_in_total_and_on_most_files():
     assert len(files) >= 100 and total["bits_per_byte"] < total["gzip_bits_per_byte"]
     below = sum(file["bits_per_byte"] < file["gzip_bits_per_byte"] for file in files)
     assert below == total["files_below_gzip"] and below > len(files) / 2
+
+
+def test_records_belong_to_these_weights_this_vocabulary_and_this_split(nano):
+    content = (shipped_folder("nano") / "model.safetensors").read_bytes()
+    assert hashlib.sha256(content).hexdigest() == RECORD["model_sha256"]
+    assert nano.tokenizer.fingerprint == TRAINING["vocabulary_sha256"]
+    assert len(RECORD["files"]) == TRAINING["heldout_documents"]
+    corpus = load_corpus()
+    if corpus.data_hash == TRAINING["data_hash"]:  # another release of Python carries other texts
+        assert {d.name for d in corpus.heldout} == {file["name"] for file in RECORD["files"]}
+        assert len(corpus.train) == TRAINING["train_documents"]
 
 
 def test_log_ends_where_the_settings_say():
