@@ -21,9 +21,8 @@ endif
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
-demo: .venv/.installed-core ## continue PROMPT="..." with the shipped checkpoint
-	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/moe28t generate --model nano --prompt "$$DEMO_PROMPT" \
-	    --max-new-tokens 120 --temperature 0.7 --top-p 0.9 --seed 3
+demo: .venv/.installed-core ## the shipped checkpoint continues PROMPT="...", sees a picture, uses a tool
+	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/moe28t demo --prompt "$$DEMO_PROMPT"
 
 test: .venv/.installed-dev ## run the tests, without the slow ones
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGUMENTS)

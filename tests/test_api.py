@@ -1,6 +1,5 @@
 """The public Python interface: loading, logits, generation, streaming, and what each mistake is told."""
 
-import dataclasses
 import shutil
 
 import jax
@@ -153,7 +152,7 @@ def test_bad_logits_requests_are_refused(model, arguments, message) -> None:
 
 def test_images_are_refused_in_words(model) -> None:
     with pytest.raises(
-        NotImplementedError, match="Images are not supported by this version; pass text tokens"
+        ValueError, match="This model has no image tower, so it cannot read images; leave them"
     ):
         model.logits([[1]], images=[object()])
 
@@ -231,7 +230,14 @@ def test_a_character_cut_by_the_limit_becomes_a_replacement(model, monkeypatch) 
     monkeypatch.setattr(api, "generate_ids", write)
     chunks = list(model.stream(PROMPT))
     assert "".join(chunk.text for chunk in chunks[:-1]) == "ok "
-    assert dataclasses.astuple(chunks[-1]) == ("\ufffd", None, "length")
+    last = chunks[-1]
+    assert (last.text, last.token_id, last.finish_reason, last.channel) == (
+        "\ufffd",
+        None,
+        "length",
+        "content",
+    )
+    assert last.result.text == "ok \ufffd" and chunks[0].result is None
 
 
 def test_streaming_equals_generating(model) -> None:
@@ -259,10 +265,10 @@ def test_a_prompt_of_several_chunks_gives_what_one_chunk_gives(model) -> None:
     ("x", {"max_new_tokens": 0}, ValueError, r"max_new_tokens is 0; it must be at least 1"),
     ("x", {"temperature": -1.0}, ValueError, r"temperature is -1\.0; it must be 0 \(greedy\) to 1e\+06"),
     ("x", {"top_p": 0.0}, ValueError, r"top_p is 0\.0; it must be above 0 and at most 1"),
-    ("x", {"effort": "high"}, NotImplementedError, r"effort, tools and images belong to conversations, .* pass a text"),
-    ("x", {"tools": []}, NotImplementedError, r"effort, tools and images belong to conversations"),
-    ("x", {"images": []}, NotImplementedError, r"effort, tools and images belong to conversations"),
-    ([{"role": "user", "content": "x"}], {}, NotImplementedError, r"Conversations are not supported .* pass a text or"),
+    ("x", {"effort": "high"}, ValueError, r"effort, .* and images belong to conversations .* pass messages such as"),
+    ("x", {"tools": []}, ValueError, r"tools, .* belong to conversations"),
+    ("x", {"images": []}, ValueError, r"images belong to conversations"),
+    ("x", {"thinking": False}, ValueError, r"thinking, .* belong to conversations"),
 ])  # fmt: skip
 def test_bad_generation_requests_are_refused(model, prompt, options, kind, message) -> None:
     with pytest.raises(kind, match=message):

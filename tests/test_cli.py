@@ -7,9 +7,10 @@ import shutil
 import numpy as np
 import pytest
 
+import moe28t_jax as m
 from moe28t_jax import __version__, api, cli
 from moe28t_jax.cli import main
-from moe28t_jax.weights import declared_values, load_parameters
+from moe28t_jax.weights import declared_values, describe, load_parameters
 
 
 @pytest.fixture(autouse=True)
@@ -158,10 +159,16 @@ def test_an_interrupt_ends_with_status_130(capsys, folder, monkeypatch) -> None:
 
 
 # -- inspect -----------------------------------------------------------------------------------------------------
-def test_inspect_prints_tables_or_json(capsys, folder) -> None:
+def test_inspect_prints_tables_or_json(capsys, folder, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
     assert main(["inspect", folder, "--tensors"]) == 0
     text = capsys.readouterr().out
-    assert "2 (1 kda, 1 dsa)" in text and "lm_head.weight" in text
+    assert "2 (1 kda, 1 dsa)" in text
+    # Names are never cut, however narrow the terminal.
+    names = {entry.name for entry in describe(folder)}
+    assert {
+        line.split()[-1] for line in text.splitlines() if line.startswith(("BF16 ", "F32 ", "U8 "))
+    } == names
     assert main(["inspect", "moe28t", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"]["total"] == 2_780_110_363_392
@@ -198,6 +205,25 @@ def test_convert_unpacks_and_packs_again(capsys, folder, small_checkpoint, tmp_p
             old, new = old.dequantize(), new.dequantize()
         np.testing.assert_array_equal(np.asarray(new), np.asarray(old), err_msg=item.stored_name)
     assert (narrow / "tiktoken.model").read_bytes() == (small_checkpoint / "tiktoken.model").read_bytes()
+
+
+def test_convert_replaces_a_checkpoint_only_when_told(capsys, folder, tmp_path) -> None:
+    target = str(shutil.copytree(folder, tmp_path / "target"))
+    before = (tmp_path / "target" / "model.safetensors").read_bytes()
+    fails(
+        capsys,
+        ["convert", folder, target, "--to", "bfloat16"],
+        f"{target!r} holds a checkpoint already",
+        "--overwrite",
+    )
+    assert (tmp_path / "target" / "model.safetensors").read_bytes() == before
+    assert main(["convert", folder, target, "--to", "bfloat16", "--overwrite"]) == 0
+    assert len((tmp_path / "target" / "model.safetensors").read_bytes()) > len(before)
+
+
+def test_convert_takes_the_shipped_checkpoint_by_name(capsys, tmp_path) -> None:
+    assert main(["convert", "nano", str(tmp_path / "wide"), "--to", "bfloat16"]) == 0
+    assert m.ModelConfig.from_hf(tmp_path / "wide").expert_quantization is None
 
 
 def test_convert_says_what_is_wrong_and_writes_nothing(capsys, folder, broken, tmp_path) -> None:
@@ -239,6 +265,21 @@ def test_score_prints_a_table_or_json(capsys, folder, tmp_path) -> None:
     assert (
         "a.py" in text and "3 files" in text and f"{below} of 3 files take fewer bits than gzip -9." in text
     )
+
+
+def test_score_leaves_out_what_is_no_text_in_a_folder(capsys, folder, tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    (tmp_path / "b.bin").write_bytes(b"\xff\xfe")
+    (tmp_path / "c.txt").write_bytes(b"")
+    assert main(["score", str(tmp_path), "--model", folder, "--json"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert [file["name"] for file in found["files"]] == [str(tmp_path / "a.txt")]
+    assert found["skipped"] == [str(tmp_path / "b.bin"), str(tmp_path / "c.txt")]
+    assert f"skipped {found['skipped'][0]!r}" in captured.err and "it is empty" in captured.err
+    (tmp_path / "a.txt").unlink()
+    assert main(["score", str(tmp_path), "--model", folder]) == 2
+    assert "No file is text: 2 were skipped" in capsys.readouterr().err
 
 
 def test_score_says_what_is_wrong(capsys, folder, tmp_path) -> None:
@@ -288,7 +329,7 @@ def test_a_fault_of_the_program_is_not_hidden(folder, monkeypatch) -> None:
     def faulty(*_):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(cli, "_inspect", faulty)
+    monkeypatch.setattr(cli, "run_inspect", faulty)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["inspect", folder])
 

@@ -10,30 +10,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe28t_jax.api import Generation, GenerationChunk, Model, Usage, load
+    from moe28t_jax.api import Model, load
     from moe28t_jax.config import ModelConfig
+    from moe28t_jax.conversation import Generation, GenerationChunk, Usage
     from moe28t_jax.model import Cache, Inputs, Parameters, forward, init_cache
-    from moe28t_jax.weights import CheckpointError
+    from moe28t_jax.weights import CheckpointError, load_layer
 
 _HOMES = {
     "Cache": "moe28t_jax.model",
     "CheckpointError": "moe28t_jax.weights",
-    "Generation": "moe28t_jax.api",
-    "GenerationChunk": "moe28t_jax.api",
+    "Generation": "moe28t_jax.conversation",
+    "GenerationChunk": "moe28t_jax.conversation",
     "Inputs": "moe28t_jax.model",
     "Model": "moe28t_jax.api",
     "ModelConfig": "moe28t_jax.config",
     "Parameters": "moe28t_jax.model",
-    "Usage": "moe28t_jax.api",
+    "Usage": "moe28t_jax.conversation",
     "forward": "moe28t_jax.model",
     "init_cache": "moe28t_jax.model",
     "load": "moe28t_jax.api",
+    "load_layer": "moe28t_jax.weights",
 }
 
 __version__ = "0.1.0"
 __all__ = [
     "Cache", "CheckpointError", "Generation", "GenerationChunk", "Inputs", "Model", "ModelConfig", "Parameters",
-    "Usage", "forward", "init_cache", "load",
+    "Usage", "forward", "init_cache", "load", "load_layer",
 ]  # fmt: skip
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,46 +13,31 @@ import numpy as np
 from jaxtyping import Array, Float
 from rich.progress import Progress
 
-from moe28t_jax.chat import Tokenizer
+from moe28t_jax.chat import PreparedImage, StreamParser, Tokenizer
 from moe28t_jax.config import PRESETS, ModelConfig
-from moe28t_jax.engine import Steps, generate_ids
+from moe28t_jax.conversation import (
+    STUB_TOKENS,
+    Generation,
+    GenerationChunk,
+    Prompt,
+    Usage,
+    finished,
+    is_conversation,
+    prepare_conversation,
+    prepare_images,
+    read_conversation,
+)
+from moe28t_jax.engine import Steps, check_generation, generate_ids
 from moe28t_jax.model.parameters import Parameters
+from moe28t_jax.model.vision import encode_prepared
 from moe28t_jax.weights import load_parameters
 
 TOKENIZER_FILE = "tiktoken.model"
+TEXT_TOKENS = 256
+CONVERSATION_TOKENS = 4096
+"""Default limits of new tokens; the context may end sooner."""
 
-
-@dataclass(frozen=True)
-class Usage:
-    """Tokens read and written by one request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-
-    @property
-    def total_tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What a model wrote. `finish_reason`: `stop` (it ended its turn) or `length` (the token limit)."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    usage: Usage
-    reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class GenerationChunk:
-    """A piece of a streamed generation: new text, the token behind it, and at the end the finish reason."""
-
-    text: str
-    token_id: int | None = None
-    finish_reason: str | None = None
+PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | np.ndarray | jax.Array
 
 
 class Model:
@@ -66,6 +50,7 @@ class Model:
         tokenizer: Tokenizer | None = None,
         max_context: int | None = None,
         mesh: jax.sharding.Mesh | None = None,
+        name: str = "model",
     ):
         if max_context is not None and not 1 <= max_context <= config.max_context:
             raise ValueError(
@@ -73,7 +58,13 @@ class Model:
             )
         self.config, self.parameters, self.tokenizer, self.mesh = config, parameters, tokenizer, mesh
         self.max_context = max_context or config.max_context
+        self.name = name
         self.steps = Steps(parameters, config)
+
+    def __repr__(self) -> str:
+        dtype = self.parameters["embedding"].dtype
+        count = self.config.parameter_count().total
+        return f"Model({self.name!r}, {count:,} parameters, context {self.max_context:,}, {dtype})"
 
     def logits(
         self,
@@ -87,9 +78,9 @@ class Model:
         token_ids: integers [B, T] (or one row [T]), right padded; lengths: real tokens per row, default all.
         prefill: read the first `prefill` tokens at once and the others one by one, as decoding does; logits
         are the same up to rounding. Rows beyond a length hold values without meaning.
+        images: paths, bytes, Pillow images, arrays or data URLs, in reading order of the batch; token_ids hold
+        one media pad for each of their tokens. Without images a media pad is a token like any other.
         """
-        if images is not None:
-            raise NotImplementedError("Images are not supported by this version; pass text tokens only.")
         ids = np.asarray(token_ids)
         ids = ids[None] if ids.ndim == 1 else ids
         if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
@@ -108,74 +99,190 @@ class Model:
         sizes = sizes.astype(np.int32)
         if prefill is not None and not 1 <= prefill <= count:
             raise ValueError(f"prefill is {prefill}; it must be between 1 and the {count} tokens given.")
+        if images is not None and not isinstance(images, list | tuple):
+            raise ValueError(
+                f"images is a {type(images).__name__}; expected a list of images: put the image into one."
+            )
+        features = None if images is None else self._image_features(prepare_images(images, self.config))
+        media = (ids == self.config.media_pad_id) & (np.arange(count) < sizes[:, None])
+        if features is not None and int(media.sum()) != len(features):
+            raise ValueError(
+                f"token_ids holds {int(media.sum())} media pads and the images have {len(features)} tokens; write "
+                "one pad per image token."
+            )
         first = count if prefill is None else prefill
         cache = self.steps.new_cache(batch, count)
-        tokens = jnp.asarray(ids, jnp.int32)
-        logits, cache = self.steps.forward(tokens[:, :first], jnp.asarray(np.minimum(sizes, first)), cache)
-        pieces = [logits]
-        for index in range(first, count):
-            here = jnp.asarray((sizes > index).astype(np.int32))
-            logits, cache = self.steps.forward(tokens[:, index : index + 1], here, cache)
+        pieces = []
+        for start in (0, *range(first, count)):
+            stop = first if start == 0 else start + 1
+            here = np.clip(sizes - start, 0, stop - start)
+            rows = None if features is None else _features_of(features, media, start, stop)
+            tokens, lengths_B = jnp.asarray(ids[:, start:stop], jnp.int32), jnp.asarray(here.astype(np.int32))
+            logits, cache = self.steps.forward(tokens, lengths_B, cache, "all", rows)
             pieces.append(logits)
         return jnp.concatenate(pieces, axis=1).astype(jnp.float32)
 
     def stream(
         self,
-        prompt: str | Sequence[int] | np.ndarray | jax.Array,
-        max_new_tokens: int = 256,
+        prompt_or_messages: PromptLike,
+        max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
-    ) -> Iterator[GenerationChunk]:
-        """Continue a prompt, yielding text as it becomes complete; the last chunk has the finish reason.
-
-        prompt: text, or token ids (with a folder that has no tokenizer, chunks then carry ids and no text).
-        """
-        prompt_ids = self._prompt_ids(prompt)
-        decoder = None if self.tokenizer is None else self.tokenizer.stream_decoder()
-        stops = {i for i in (self.config.eos_id, getattr(self.tokenizer, "stop_id", None)) if i is not None}
-        if self.tokenizer is not None:
-            stops |= {self.tokenizer.eos_id, self.tokenizer.bos_id}
-        tokens = generate_ids(
-            self.steps, prompt_ids, max_new_tokens, stops, temperature, top_p, seed, self.max_context
-        )
-        for token, reason in tokens:
-            if token is not None:
-                yield GenerationChunk("" if decoder is None else decoder.push(token), token)
-            else:
-                yield GenerationChunk("" if decoder is None else decoder.flush(), None, str(reason))
-
-    def generate(
-        self,
-        prompt_or_messages: str | Sequence[int] | Sequence[dict[str, Any]] | np.ndarray | jax.Array,
         effort: str | None = None,
         tools: Any = None,
         images: Any = None,
-        max_new_tokens: int = 256,
+        thinking: bool = True,
+        tool_choice: str | None = None,
+        response_format: Any = None,
+    ) -> Iterator[GenerationChunk]:
+        """As `generate`, in pieces as they become complete; the last chunk has the finish reason and the result.
+
+        With a folder that has no tokenizer, chunks carry ids and no text.
+        """
+        prompt = self._prompt(
+            prompt_or_messages, effort, tools, images, thinking, tool_choice, response_format
+        )
+        is_text = prompt.request is None
+        if max_new_tokens is None:
+            max_new_tokens = TEXT_TOKENS if is_text else CONVERSATION_TOKENS
+        stops = {i for i in (self.config.eos_id, getattr(self.tokenizer, "stop_id", None)) if i is not None}
+        if self.tokenizer is not None:
+            stops |= {self.tokenizer.eos_id, self.tokenizer.bos_id}
+        # Before the image tower runs, which takes longest.
+        check_generation(
+            self.config, prompt.token_ids, max_new_tokens, temperature, top_p, seed, self.max_context
+        )
+        tokens = generate_ids(
+            self.steps, prompt.token_ids, max_new_tokens, stops, temperature, top_p, seed, self.max_context,
+            **({"image_features": self._image_features(prompt.images)} if prompt.images else {}),
+        )  # fmt: skip
+        return self._text_chunks(prompt, tokens) if is_text else self._conversation_chunks(prompt, tokens)
+
+    def _text_chunks(self, prompt: Prompt, tokens: Iterator[Any]) -> Iterator[GenerationChunk]:
+        decoder = None if self.tokenizer is None else self.tokenizer.stream_decoder()
+        ids: list[int] = []
+        texts: list[str] = []
+        for token, reason in tokens:
+            if token is not None:
+                ids.append(token)
+                texts.append("" if decoder is None else decoder.push(token))
+                yield GenerationChunk(texts[-1], token)
+            else:
+                texts.append("" if decoder is None else decoder.flush())
+                text = "".join(texts)
+                message = {"role": "assistant", "content": text}
+                usage = Usage(len(prompt.token_ids), len(ids))
+                result = Generation(text, ids, str(reason), usage, message=message)
+                yield GenerationChunk(texts[-1], None, str(reason), result=result)
+
+    def _conversation_chunks(self, prompt: Prompt, tokens: Iterator[Any]) -> Iterator[GenerationChunk]:
+        assert self.tokenizer is not None and prompt.request is not None
+        parser = StreamParser(self.tokenizer, prompt.request.thinking)
+        ids: list[int] = []
+        reasoning_tokens = 0
+        for token, reason in tokens:
+            if token is None:
+                for event in parser.flush():
+                    yield GenerationChunk(event.text, None, None, event.channel, event.tool_call)
+                usage = Usage(len(prompt.token_ids) - STUB_TOKENS, len(ids), reasoning_tokens)
+                result = finished(parser.output, ids, str(reason), usage, prompt)
+                yield GenerationChunk("", None, result.finish_reason, None, result=result)
+                return
+            ids.append(token)
+            reasoning_tokens += parser.channel == "reasoning"
+            events = parser.push(token)
+            if not events:
+                yield GenerationChunk("", token, None, parser.channel)
+            for index, event in enumerate(events):
+                yield GenerationChunk(
+                    event.text, None if index else token, None, event.channel, event.tool_call
+                )
+
+    def generate(
+        self,
+        prompt_or_messages: PromptLike,
+        effort: str | None = None,
+        tools: Any = None,
+        images: Any = None,
+        max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
+        thinking: bool = True,
+        tool_choice: str | None = None,
+        response_format: Any = None,
     ) -> Generation:
-        """Continue a text (or token ids) and return everything at once; see `stream`.
+        """Continue a text (or token ids), or answer a conversation; everything at once, see `stream`.
 
-        temperature 0 is greedy; with a positive one, equal seeds give equal text.
+        prompt_or_messages: text, token ids, a list of messages, or a request body {"messages": ..., "tools": ...}
+        of which the conversation is read (sampling fields are not). Messages and tools have the OpenAI shape or
+        the short one of :mod:`moe28t_jax.chat`. Images stand in message parts ({"type": "image", "image": X} or
+        {"type": "image_url", "image_url": {"url": X}}) or in `images`, which go before the text of the last
+        user message: paths, bytes, Pillow images, arrays, data URLs.
+
+        effort: `low`, `high` or `max` (the default for conversations); `none`, or thinking=False, asks for an
+        answer without reasoning. tool_choice and response_format are told to the model and not enforced.
+        max_new_tokens: default 256 for a text and 4096 for a conversation, reasoning included; the context may
+        end sooner. temperature 0 is greedy; with a positive one, equal seeds give equal text.
+
+        Raises ValueError, in one sentence, for a request that cannot be rendered or does not fit the model.
         """
-        if effort is not None or tools is not None or images is not None:
-            raise NotImplementedError(
-                "effort, tools and images belong to conversations, which this version does not support; pass a text."
+        result = None
+        for chunk in self.stream(
+            prompt_or_messages, max_new_tokens, temperature, top_p, seed,
+            effort, tools, images, thinking, tool_choice, response_format,
+        ):  # fmt: skip
+            result = chunk.result
+        assert result is not None
+        return result
+
+    def _image_features(self, images: Sequence[PreparedImage]) -> Float[Array, "N D"]:
+        pairs = ((image.pixel_values(), image.grid) for image in images)
+        return encode_prepared(self.parameters, pairs, self.config)
+
+    def count_tokens(
+        self,
+        prompt_or_messages: PromptLike,
+        effort: str | None = None,
+        tools: Any = None,
+        images: Any = None,
+        thinking: bool = True,
+        tool_choice: str | None = None,
+        response_format: Any = None,
+    ) -> int:
+        """`usage.prompt_tokens` of what `generate` would read, images included; the model is not run. In the context a
+        conversation takes three tokens more, which open the answer."""
+        prompt = self._prompt(
+            prompt_or_messages, effort, tools, images, thinking, tool_choice, response_format
+        )
+        return len(prompt.token_ids) - (0 if prompt.request is None else STUB_TOKENS)
+
+    def _prompt(
+        self,
+        prompt: Any,
+        effort: str | None,
+        tools: Any,
+        images: Any,
+        thinking: bool,
+        tool_choice: str | None,
+        response_format: Any,
+    ) -> Prompt:
+        if is_conversation(prompt):
+            request = read_conversation(prompt, effort, tools, images, thinking, tool_choice, response_format)
+            if self.tokenizer is None:
+                raise ValueError(
+                    f"This checkpoint folder has no {TOKENIZER_FILE}, so conversations cannot be read; add the file."
+                )
+            return prepare_conversation(request, self.tokenizer, self.config)
+        if not thinking or any(
+            value is not None for value in (effort, tools, images, tool_choice, response_format)
+        ):
+            raise ValueError(
+                "effort, thinking, tools, tool_choice, response_format and images belong to conversations and the "
+                "prompt is a text; pass messages such as [{'role': 'user', 'content': 'Hello'}]."
             )
-        if not isinstance(prompt_or_messages, str) and any(isinstance(m, dict) for m in prompt_or_messages):
-            raise NotImplementedError(
-                "Conversations are not supported by this version; pass a text or token ids."
-            )
-        text, ids, reason = [], [], ""
-        for chunk in self.stream(prompt_or_messages, max_new_tokens, temperature, top_p, seed):  # pyright: ignore
-            text.append(chunk.text)
-            if chunk.token_id is not None:
-                ids.append(chunk.token_id)
-            reason = chunk.finish_reason or reason
-        prompt_tokens = len(self._prompt_ids(prompt_or_messages))  # pyright: ignore
-        return Generation("".join(text), ids, reason, Usage(prompt_tokens, len(ids)))
+        return Prompt(self._prompt_ids(prompt))
 
     def _prompt_ids(self, prompt: str | Sequence[int] | np.ndarray | jax.Array) -> list[int]:
         if not isinstance(prompt, str):
@@ -199,6 +306,20 @@ class Model:
         return self.tokenizer.encode(prompt)
 
 
+def _features_of(
+    features: Float[Array, "N D"], media: np.ndarray, start: int, stop: int
+) -> Float[Array, "M D"] | None:
+    """Rows for the media pads of columns start to stop, in reading order; None where there is no pad.
+
+    At least one row per batch row, so that single tokens share one compiled program.
+    """
+    order = np.cumsum(media.reshape(-1)).reshape(media.shape) - 1
+    rows = order[:, start:stop][media[:, start:stop]]
+    if not rows.size:
+        return None
+    return features[np.pad(rows, (0, max(len(media) - rows.size, 0)))]
+
+
 def shipped_folder(name: str) -> Path:
     """Folder of a checkpoint that comes with the package."""
     return Path(str(resources.files("moe28t_jax"))) / name
@@ -211,6 +332,7 @@ def load(
     max_context: int | None = None,
     overrides: dict[str, Any] | None = None,
     progress: Progress | None = None,
+    vision: bool = True,
 ) -> Model:
     """Load a checkpoint folder in the public layout, or `nano`, the small trained model of this package.
 
@@ -219,6 +341,7 @@ def load(
     max_context: longest sequence that caches are made for; default the model's own limit.
     overrides: configuration fields by dotted name (see `ModelConfig.override`).
     progress: a `rich.progress.Progress` to report loading on.
+    vision: load the image tower, if there is one; without it the model reads text only.
 
     Raises `moe28t_jax.CheckpointError` (a ValueError) when the folder is damaged or does not fit its
     configuration, ValueError for an unsupported configuration.
@@ -241,7 +364,7 @@ def load(
     except TypeError:
         raise ValueError(f"dtype is {dtype!r}; it must be bfloat16, float32 or float64.") from None
     config = ModelConfig.from_hf(folder, overrides or {})
-    parameters, config = load_parameters(folder, config, dtype, progress=progress)
+    parameters, config = load_parameters(folder, config, dtype, progress=progress, vision=vision)
     vocabulary = folder / TOKENIZER_FILE if folder.is_dir() else folder.parent / TOKENIZER_FILE
     tokenizer = Tokenizer.from_file(vocabulary) if vocabulary.is_file() else None
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
@@ -249,4 +372,4 @@ def load(
             f"{vocabulary.name} has {tokenizer.vocab_size} ids and the model {config.vocab_size}; they belong to "
             "different checkpoints."
         )
-    return Model(config, parameters, tokenizer, max_context, mesh)
+    return Model(config, parameters, tokenizer, max_context, mesh, folder.name)

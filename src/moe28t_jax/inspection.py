@@ -92,11 +92,16 @@ class ModelReport:
             layers.add_row(str(layer.layer), layer.attention, layer.mlp, *(f"{value:,}" for value in values))
         console.print(layers)
         if tensors:
-            inventory = Table("tensor", "dtype", "shape", "bytes", "shard")
-            for tensor in self.tensors:
-                shape = " x ".join(map(str, tensor.shape))
-                inventory.add_row(tensor.name, tensor.dtype, shape, f"{tensor.nbytes:,}", tensor.shard)
-            console.print(inventory)
+            # Plain lines: a terminal may wrap them, but no name is cut and each can be searched for.
+            lines = [
+                (t.dtype, " x ".join(map(str, t.shape)), f"{t.nbytes:,}", t.shard, t.name)
+                for t in self.tensors
+            ]
+            heads = ("dtype", "shape", "bytes", "shard", "tensor")
+            widths = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
+            for line in (heads, *lines):
+                cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+                print("  ".join(cells).rstrip())
 
 
 def _kinds(config: ModelConfig) -> str:

@@ -82,6 +82,13 @@ def test_a_developer_is_the_system():
     assert normalize_messages([{"role": "developer", "content": "x"}]) == [{"role": "system", "content": "x"}]
 
 
+def test_content_beside_tools_is_ignored_and_a_tool_may_be_declared_again():
+    found = normalize_request(
+        {"messages": [{"role": "system", "tools": [TOOL], "content": "x"}, USER], "tools": [TOOL]}
+    )
+    assert found.messages[0] == {"role": "system", "tools": [TOOL]}
+
+
 @pytest.mark.parametrize(
     ("fields", "thinking", "effort"),
     [
@@ -102,6 +109,12 @@ def test_a_developer_is_the_system():
         ({"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}, False, "max"),
         ({"chat_template_kwargs": {"thinking_effort": "low"}, "reasoning_effort": "low"}, True, "low"),
         ({"thinking_budget": "high", "reasoning_effort": "high"}, True, "high"),
+        ({"thinking_effort": "low"}, True, "low"),
+        ({"effort": "high"}, True, "high"),
+        ({"effort": "none"}, False, "max"),
+        ({"enable_thinking": False}, False, "max"),
+        ({"reasoning": {"effort": "low"}}, True, "low"),
+        ({"reasoning": {"effort": "none"}}, False, "max"),
     ],
     ids=str,
 )
@@ -258,6 +271,7 @@ def json_schema(**fields: Any) -> dict[str, Any]:
     return request(response_format={"type": "json_schema", "json_schema": fields})
 
 
+OTHER_LOOK = {"type": "function", "function": {"name": "look", "description": "another"}}
 MISTAKES = {
     "request": ([], "The request is []"),
     "no messages": ({}, "messages is None"),
@@ -324,12 +338,26 @@ MISTAKES = {
         "messages[0].tools[1].function.name is 'look'",
     ),
     "tool twice across": (
-        {"messages": [{"role": "system", "tools": [TOOL]}, USER], "tools": [TOOL]},
+        {"messages": [{"role": "system", "tools": [OTHER_LOOK]}, USER], "tools": [TOOL]},
         "messages[0].tools[0].function.name is 'look'",
     ),
-    "tools and content": (
-        {"messages": [{"role": "system", "tools": [TOOL], "content": "x"}, USER]},
-        "messages[0].content is 'x'",
+    "effort beside off": (
+        request(thinking={"type": "disabled", "effort": "high"}),
+        "thinking.type switches thinking off and thinking.effort asks for the effort 'high'",
+    ),
+    "budget beside none": (
+        request(thinking_budget="low", reasoning_effort="none"),
+        "reasoning_effort switches thinking off and thinking_budget asks for the effort 'low'",
+    ),
+    "budget of tokens": (request(thinking={"budget_tokens": 1024}), "thinking.budget_tokens is 1024"),
+    "top-level budget of tokens": (request(thinking_token_budget=9), "thinking_token_budget is 9"),
+    "reasoning details": (
+        {"messages": [USER, {"role": "assistant", "content": "x", "reasoning_details": [{"text": "y"}]}]},
+        "messages[1].reasoning_details is ",
+    ),
+    "thousands of digits": (
+        {"messages": [{"role": "user", "content": 10**5000}]},
+        "messages[0].content is an int",
     ),
     "effort": (request(reasoning_effort="medium"), "reasoning_effort is 'medium'"),
     "effort type": (request(reasoning_effort=["low"]), "reasoning_effort is ['low']"),

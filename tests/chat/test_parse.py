@@ -139,7 +139,14 @@ def test_text_outside_the_channels_is_content_and_whitespace_is_not():
     text = tools("\n" + call("f", " ") + " between " + call("g"))
     parsed = parse(text)
     assert [each["name"] for each in parsed.tool_calls] == ["f", "g"]
-    assert (parsed.content, parsed.unparsed) == (" between ", "\n ")
+    assert (parsed.content, parsed.unparsed) == (None, "\n  between ")
+
+
+def test_text_of_a_malformed_call_stays_out_of_the_answer():
+    header = "<|open|>call tool=bash index=1<|sep|>"
+    parsed = parse("R" + closed("think") + opened("tools") + header + "rm -rf /" + closed("call") + END)
+    assert (parsed.reasoning, parsed.content, parsed.tool_calls) == ("R", None, [])
+    assert header in parsed.unparsed and "rm -rf /" in parsed.unparsed
 
 
 def test_nothing_is_structure_after_the_end():

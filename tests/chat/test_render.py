@@ -367,3 +367,10 @@ def test_published_ids(published: Tokenizer, effort: str | None, ids: str):
     expected = QUESTION_IDS if effort is None else f"{EFFORT_IDS.replace('EFFORT', ids)} {QUESTION_IDS}"
     pieces = render([{"role": "user", "content": "What is 2 + 2?"}], thinking_effort=effort)
     assert encode(published, pieces) == [int(token_id) for token_id in expected.split()]
+
+
+def test_a_call_has_one_result():
+    calls = [{"id": "a", "function": {"name": "f", "arguments": {}}}]
+    result = {"role": "tool", "tool_call_id": "a", "content": "1"}
+    with pytest.raises(ValueError, match=r"messages\[3\]\.tool_call_id is 'a'; expected one result for each call"):
+        render([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}, result, result])

@@ -484,3 +484,21 @@ def test_published_names(published: Tokenizer):
         "2778 6244 878 1 2482 14062 69702 20960 39964 12092 25385 10257 47185 4453 4002 2355 1798"
     )
     assert published.encode_pieces([(name, False) for name in names]) == ids
+
+
+@pytest.mark.parametrize("count", [1_924, 1_925, 16_817])
+def test_pads_of_a_large_image_are_never_cut(count):
+    ids = SMALL.encode(
+        f"<|media_begin|>image 9x9<|media_content|>{'<|media_pad|>' * count}<|media_end|>", True
+    )
+    assert ids.count(SMALL.media_pad_id) == count
+    assert ids[-count - 1 : -1] == [SMALL.media_pad_id] * count
+    assert len(ids) - count == len(
+        SMALL.encode("<|media_begin|>image 9x9<|media_content|><|media_end|>", True)
+    )
+
+
+def test_cutting_takes_linear_time():
+    """Runs just below the limit, where a search that starts anew at every character takes minutes."""
+    text = ("a" * MAX_RUN_CHARACTERS + " ") * 200
+    assert "".join(cut_text(text)) == text

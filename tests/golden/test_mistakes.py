@@ -146,6 +146,26 @@ def test_ties_to_the_highest_index(k31, monkeypatch):
     assert_layer_noticed(layer_result(k31), mistake, changed_queries(k31, mistake))
 
 
+@pytest.mark.parametrize("axis", ["channels", "heads"])
+def test_index_scores_without_their_scale(k31, monkeypatch, axis):
+    """A positive factor selects the same keys, but the indexer's loss would learn another distribution."""
+    dsa = k31.config.dsa
+    right, factor = index_select.scores, {"channels": dsa.head_dim, "heads": dsa.num_heads}[axis] ** 0.5
+    expected = k31.golden["index_scores_layer4"]
+    visible = np.tri(len(expected), dtype=bool)
+
+    def error() -> float:
+        stream = fixtures.recorded_stream(k31.parameters, k31.config, k31.golden, 3)
+        _, auxiliary = fixtures.layer_program(k31.config, 3, frozenset({"index_scores"}))(
+            k31.layers[3], stream
+        )
+        return difference(np.asarray(auxiliary["index_scores"][0])[visible], expected[visible])
+
+    assert error() < 5e-4
+    monkeypatch.setattr(index_select, "scores", lambda *a, **options: right(*a, **options) * factor)
+    assert_noticed(error(), 5e-4, f"index scores without the scale of {axis}")
+
+
 @pytest.mark.parametrize("layer", [3, 6, 7])
 def test_one_layer_dense(k31, layer):
     kinds = list(k31.config.attention_kinds)

@@ -29,6 +29,10 @@ IDS = np.array([[3, 7, 250, 250, 9], [250, 1, 250, 250, 2]], np.int32)
         ({"tokens": IDS}, ("['tokens']", "token_ids")),
         ({"token_ids": np.concatenate([IDS, IDS], axis=1)}, ("10 tokens per row", "holds 8")),
         ({"token_ids": IDS[:1]}, ("cache has 2 rows and token_ids 1",)),
+        ({"token_ids": np.where(IDS == 9, 256, IDS)}, ("Token id 256", "vocabulary of 256 ids")),
+        ({"token_ids": np.where(IDS == 9, -1, IDS)}, ("Token id -1", "vocabulary of 256 ids")),
+        ({"token_ids": IDS, "image_features": np.zeros((4, 64))}, ("5 media pad tokens", "4 rows")),
+        ({"token_ids": IDS, "image_features": np.zeros((5, 63))}, ("shape (5, 63)", "[patches, 64]")),
     ],
 )
 def test_a_bad_input_is_one_sentence(inputs, parts):
@@ -72,3 +76,16 @@ def test_features_replace_media_pads_in_reading_order_and_padding_takes_none():
 def test_features_of_another_width_are_refused():
     with pytest.raises(ValueError, match="image_features has shape \\(4, 1\\)"):
         run(PARAMETERS, Inputs(IDS, None, jnp.ones((4, 1))), None, CONFIG)
+
+
+def test_a_full_row_is_refused_where_its_fullness_is_known():
+    _, cache = m.forward(
+        PARAMETERS, {"token_ids": IDS, "lengths": np.array([2, 5])}, init_cache(CONFIG, 2, 8), CONFIG
+    )
+    with pytest.raises(ValueError, match="Row 1 of the cache holds 5 tokens and 4 more are given"):
+        m.forward(PARAMETERS, {"token_ids": IDS, "lengths": np.array([5, 4])}, cache, CONFIG)
+
+
+def test_padding_may_hold_any_id():
+    ids = np.where(IDS == 9, 9999, IDS)
+    m.forward(PARAMETERS, {"token_ids": ids, "lengths": np.array([4, 5])}, init_cache(CONFIG, 2, 8), CONFIG)

@@ -19,7 +19,15 @@ from safetensors.numpy import load_file
 from moe28t_jax.config import VisionConfig, declare
 from moe28t_jax.config.declaration import declare_vision
 from moe28t_jax.model.parameters import PackedWeight, Parameters
-from moe28t_jax.weights import CheckpointError, declared_values, describe, load_parameters
+from moe28t_jax.weights import (
+    CheckpointError,
+    convert,
+    declared_values,
+    describe,
+    load_parameters,
+    quantize_experts,
+    save_parameters,
+)
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor
 
 TABLE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -31,11 +39,11 @@ def exact(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return TABLE[codes] * np.repeat(2.0 ** (scale.astype(np.int64) - 127), 32, axis=1)
 
 
-def expected_values(path: Path, config: Any) -> dict[str, np.ndarray]:
+def expected_values(path: Path, config: Any, vision: bool = False) -> dict[str, np.ndarray]:
     """Declared name and layer -> program array in float64, by the public library and plain NumPy."""
     stored = load_file(path / "model.safetensors")
     values = {}
-    for declared in declare(config, vision=False):
+    for declared in declare(config, vision=vision):
         parameter = declared.parameter
         parts = []
         for expert in range(parameter.num_stored):
@@ -216,24 +224,49 @@ def test_layers_quantised_in_part(folder: Callable) -> None:
     assert ".layers.1." in str(caught.value) and "_packed" in str(caught.value)
 
 
-def test_vision_tensors_are_checked_and_skipped(folder: Callable, data: Path) -> None:
+def test_vision_tensors_are_loaded_or_checked_and_skipped(
+    folder: Callable, data: Path, tmp_path: Path
+) -> None:
     copy = folder("k3_tiny_bf16")
     _, config = load_parameters(data / "k3_tiny_bf16")
     config = config.override(
         {"vision": VisionConfig(num_layers=1, hidden_size=24, intermediate_size=32, qkv_size=36)}
     )
     assert config.vision is not None
-    names = []
+    names, rng = [], np.random.default_rng(0)
     for parameter in declare_vision(config.vision, config.hidden_size):
         shape = parameter.stored_shapes[0]
-        copy.tensors[parameter.stored_name] = ("BF16", shape, np.zeros(2 * int(np.prod(shape)), np.uint8))
+        value = rng.normal(size=shape).astype(ml_dtypes.bfloat16)
+        copy.tensors[parameter.stored_name] = ("BF16", shape, value.reshape(-1).view(np.uint8))
         names.append(parameter.stored_name)
-    parameters, found = load_parameters(copy.write(), config=config)
+    path = copy.write()
+    stored = load_file(path / "model.safetensors")
+    parameters, found = load_parameters(path, config=config, vision=False)
+    assert not parameters.has_vision
     assert_equal(actual_values(parameters, found), expected_values(data / "k3_tiny_bf16", found))
+    for stacked in (False, True):
+        progress = Progress(disable=True)
+        parameters, found = load_parameters(path, config=config, stacked=stacked, progress=progress)
+        assert parameters.has_vision and not parameters.text_only().has_vision
+        assert progress.tasks[0].completed == sum(value.nbytes for value in stored.values())
+        assert_equal(actual_values(parameters, found), expected_values(path, found, vision=True))
+        save_parameters(tmp_path / str(stacked), parameters, found)
+        again = load_file(tmp_path / str(stacked) / "model.safetensors")
+        for name in names:
+            np.testing.assert_array_equal(again[name].view(np.uint16), stored[name].view(np.uint16))
+    convert(tmp_path / "True", tmp_path / "packed", to="mxfp4")
+    packed = load_file(tmp_path / "packed" / "model.safetensors")
+    for name in names:
+        np.testing.assert_array_equal(packed[name].view(np.uint16), stored[name].view(np.uint16))
+    both, _ = load_parameters(tmp_path / "packed")
+    assert both.has_vision and quantize_experts(parameters, found).has_vision
     del copy.tensors[names[3]]
     with pytest.raises(CheckpointError, match=names[3].replace(".", r"\.")):
         load_parameters(copy.write(), config=config)
-    load_parameters(data / "k3_tiny_bf16", config=config)  # text only: none of them is there
+    parameters, found = load_parameters(
+        data / "k3_tiny_bf16", config=config
+    )  # text only: none of them is there
+    assert not parameters.has_vision and found.vision == config.vision
 
 
 def test_describe_lists_everything(tiny: Path) -> None:

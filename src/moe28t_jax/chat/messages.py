@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe28t_jax.chat.strict_json import check_json, decode, fail, show
+from moe28t_jax.chat.effort import read_thinking
+from moe28t_jax.chat.strict_json import check_json, decode, expect_object, fail
 
-EFFORTS = ("low", "high", "max")
 ROLES = ("system", "user", "assistant", "tool")
 TOOL_CHOICES = ("auto", "none", "required")
 RESPONSE_FORMATS = ("text", "json_object", "json_schema")
@@ -52,20 +52,22 @@ def normalize_request(request: Any) -> ChatRequest:
     """Read the conversation part of a request body of either shape.
 
     Read are ``messages``, ``tools``, ``tool_choice``, ``response_format`` and the thinking controls:
-    ``thinking`` (``{"type": "enabled" | "disabled", "effort"}``), ``reasoning_effort`` (an effort or
-    ``"none"``), ``thinking_budget`` (an effort) and ``chat_template_kwargs`` (``thinking`` or
-    ``enable_thinking``, ``thinking_effort``). ``thinking`` wins over ``reasoning_effort``; any other
-    contradiction is an error. Sampling and transport fields are the caller's.
+    ``thinking`` (``{"type": "enabled" | "disabled", "effort"}``), ``reasoning_effort``, ``effort`` and
+    ``reasoning`` (``{"effort"}``) with an effort or ``"none"``, ``thinking_budget`` and ``thinking_effort`` (an
+    effort), ``enable_thinking``, and ``chat_template_kwargs`` (``thinking`` or ``enable_thinking``,
+    ``thinking_effort``). ``thinking`` wins over ``reasoning_effort``; any other contradiction, an effort beside
+    thinking switched off too, is an error. There is no budget of reasoning tokens: a field that asks for one is
+    refused. Sampling and transport fields are the caller's.
 
     Raises ValueError for anything that could not be rendered.
     """
-    request = _object(request, "The request")
+    request = expect_object(request, "The request")
     messages = normalize_messages(request.get("messages"))
     tools = normalize_tools(request.get("tools"))
     check_tool_names(tools, messages)
     tool_choice = check_tool_choice(request.get("tool_choice"), tools, messages)
     response_format = check_response_format(request.get("response_format"))
-    thinking, effort = _thinking(request)
+    thinking, effort = read_thinking(request)
     return ChatRequest(messages, tools, thinking, effort, tool_choice, response_format)
 
 
@@ -98,22 +100,14 @@ def normalize_tools(tools: Any, where: str = "tools") -> list[dict[str, Any]] | 
 
 
 def check_tool_names(tools: list[dict[str, Any]] | None, messages: list[dict[str, Any]]) -> None:
-    """Raise ValueError where two declarations, global or inside canonical messages, share a tool name."""
-    names = {tool["function"]["name"] for tool in tools or ()}
+    """Raise ValueError where two different declarations, global or inside canonical messages, share a name."""
+    declared = {tool["function"]["name"]: tool for tool in tools or ()}
     for index, message in enumerate(messages):
         for position, tool in enumerate(message.get("tools") or ()):
             name = tool["function"]["name"]
-            if name in names:
+            if declared.setdefault(name, tool) != tool:
                 where = f"messages[{index}].tools[{position}].function.name"
-                fail(where, name, "a name that is not declared yet", "rename it or declare the tool once")
-            names.add(name)
-
-
-def check_effort(effort: Any, where: str = "thinking_effort") -> str:
-    """The effort itself; ValueError unless it is ``low``, ``high`` or ``max``."""
-    if not isinstance(effort, str) or effort not in EFFORTS:
-        fail(where, effort, "'low', 'high' or 'max'", "use one of these, or leave it out")
-    return effort
+                fail(where, name, "a name that no other tool has", "rename it or declare the same tool again")
 
 
 def check_tool_choice(
@@ -140,14 +134,14 @@ def check_response_format(response_format: Any) -> dict[str, Any] | None:
     or ``{"type": "json_schema", "json_schema": {"name", "schema", "strict"}}`` (``strict`` optional)."""
     if response_format is None:
         return None
-    response_format = _object(response_format, "response_format")
+    response_format = expect_object(response_format, "response_format")
     kind = response_format.get("type")
     if not isinstance(kind, str) or kind not in RESPONSE_FORMATS:
         fail("response_format.type", kind, "'text', 'json_object' or 'json_schema'", "use one of these")
     if kind == "json_schema":
-        description = _object(response_format.get("json_schema"), "response_format.json_schema")
+        description = expect_object(response_format.get("json_schema"), "response_format.json_schema")
         _text(description.get("name"), "response_format.json_schema.name", required=True)
-        schema = _object(description.get("schema"), "response_format.json_schema.schema")
+        schema = expect_object(description.get("schema"), "response_format.json_schema.schema")
         check_json(schema, "response_format.json_schema.schema")
         strict = description.get("strict")
         if strict is not None and not isinstance(strict, bool):
@@ -173,7 +167,7 @@ def _parts_in(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 # -- messages --------------------------------------------------------------------------------------------------
 def _message(message: Any, where: str) -> dict[str, Any]:
-    message = _object(message, where)
+    message = expect_object(message, where)
     role = message.get("role")
     if role == "developer":
         role = "system"
@@ -195,9 +189,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         return canonical
     tools = normalize_tools(message.get("tools"), f"{where}.tools")
     if tools:
-        content = message.get("content")
-        if content is not None and not (isinstance(content, str) and not content.strip()) and content != []:
-            fail(f"{where}.content", content, "nothing beside tools", "put the text into a system message")
+        # The format has no place for content beside tools and ignores it.
         canonical["tools"] = tools
         return canonical
     content = _content(message.get("content"), f"{where}.content", images=True)
@@ -220,8 +212,13 @@ def _check_foreign_fields(message: Mapping[str, Any], role: str, where: str) -> 
             fail(
                 f"{where}.{field}", message[field], f"none in a message of role {role}", f"move it to {owner}"
             )
-    if message.get("function_call"):
-        fail(f"{where}.function_call", message["function_call"], "none", "use tool_calls")
+    for field, remedy in (
+        ("function_call", "use tool_calls"),
+        ("reasoning_details", "send the text as reasoning_content"),
+        ("thinking", "send the text as reasoning_content"),
+    ):
+        if message.get(field):
+            fail(f"{where}.{field}", message[field], "none", remedy)
     if message.get("partial"):
         fail(f"{where}.partial", message["partial"], "false, as turns cannot be continued", "leave it out")
 
@@ -243,7 +240,7 @@ def _content(content: Any, where: str, images: bool) -> str | list[dict[str, Any
 
 
 def _part(part: Any, where: str, images: bool) -> dict[str, Any]:
-    part = _object(part, where)
+    part = expect_object(part, where)
     kind = part.get("type")
     if kind == "text":
         text = part.get("text")
@@ -268,14 +265,14 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    call = _object(call, where)
+    call = expect_object(call, where)
     kind = call.get("type")
     if kind is not None and kind != "function":
         fail(f"{where}.type", kind, "'function'", "use it or leave the type out")
     if call.get("function") is None:
         function, place = call, where
     else:
-        function, place = _object(call["function"], f"{where}.function"), f"{where}.function"
+        function, place = expect_object(call["function"], f"{where}.function"), f"{where}.function"
     name = _text(function.get("name"), f"{place}.name", required=True)
     given = [field for field in ("arguments", "args") if function.get(field) is not None]
     if len(given) == 2 and function["arguments"] != function["args"]:
@@ -305,78 +302,21 @@ def _arguments(arguments: Any, where: str) -> dict[str, Any] | str:
 
 # -- tools and thinking ----------------------------------------------------------------------------------------
 def _check_tool(tool: Any, where: str) -> str:
-    tool = _object(tool, where)
+    tool = expect_object(tool, where)
     kind = tool.get("type")
     if kind != "function":
         remedy = "wrap it as {'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
         fail(f"{where}.type", kind, "'function'", remedy)
-    function = _object(tool.get("function"), f"{where}.function")
+    function = expect_object(tool.get("function"), f"{where}.function")
     name = function.get("name")
     if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
         expected = "1 to 128 letters, digits, '_', '.' or '-'"
         fail(f"{where}.function.name", name, expected, "rename the tool")
     _text(function.get("description"), f"{where}.function.description")
     if function.get("parameters") is not None:
-        _object(function["parameters"], f"{where}.function.parameters")
+        expect_object(function["parameters"], f"{where}.function.parameters")
     check_json(tool, where)
     return name
-
-
-def _thinking(request: Mapping[str, Any]) -> tuple[bool, str]:
-    """Whether to think and how much, from all the fields that say so."""
-    template = request.get("chat_template_kwargs")
-    template = {} if template is None else _object(template, "chat_template_kwargs")
-    switches = {
-        f"chat_template_kwargs.{field}": template[field]
-        for field in ("thinking", "enable_thinking")
-        if template.get(field) is not None
-    }
-    efforts: dict[str, str] = {}
-    for where, effort in (
-        ("thinking_budget", request.get("thinking_budget")),
-        ("chat_template_kwargs.thinking_effort", template.get("thinking_effort")),
-    ):
-        if effort is not None:
-            efforts[where] = check_effort(effort, where)
-    reasoning_effort = request.get("reasoning_effort")
-    if reasoning_effort is not None and reasoning_effort != "none":
-        check_effort(reasoning_effort, "reasoning_effort")
-    control = request.get("thinking")
-    control = {} if control is None else _object(control, "thinking")
-    kind = control.get("type")
-    if kind is not None and (not isinstance(kind, str) or kind not in ("enabled", "disabled")):
-        fail("thinking.type", kind, "'enabled' or 'disabled'", "use one of these")
-    if control.get("effort") is not None:
-        efforts["thinking.effort"] = check_effort(control["effort"], "thinking.effort")
-    elif reasoning_effort is not None and reasoning_effort != "none":
-        efforts["reasoning_effort"] = reasoning_effort
-    if kind is not None:
-        switches["thinking.type"] = kind == "enabled"
-    elif reasoning_effort == "none" and "thinking.effort" not in efforts:
-        switches["reasoning_effort"] = False
-    for where, value in switches.items():
-        if not isinstance(value, bool):
-            fail(where, value, "true or false", "use one of these")
-    return _agreed(switches, True), _agreed(efforts, "max")
-
-
-def _agreed[T](values: Mapping[str, T], default: T) -> T:
-    first = next(iter(values), None)
-    if first is None:
-        return default
-    for where, value in values.items():
-        if value != values[first]:
-            raise ValueError(
-                f"{where} asks for {show(value)} and {first} for {show(values[first])}; "
-                "expected them to agree: send one of the two."
-            )
-    return values[first]
-
-
-def _object(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        fail(where, value, "an object", "pass a dict with named fields")
-    return value
 
 
 def _text(value: Any, where: str, required: bool = False) -> str | None:

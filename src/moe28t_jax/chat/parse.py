@@ -18,6 +18,7 @@ Rules, beyond the well-formed case:
   makes the call incomplete when it is no object.
 * Whitespace may surround the words inside a marker. Markers that are not well formed, cut off, or without
   meaning where they stand are text of the channel they stand in.
+* Text in the tools channel that is no part of a call, a malformed call's for instance, belongs to ``unparsed``.
 * Text outside every channel belongs to the content; whitespace there, and markers that have no place there,
   belong to ``unparsed``. After the end of the message nothing is structure any more.
 """
@@ -279,6 +280,8 @@ class _Parser:
                 return
         if self._channel in self._texts:
             self._texts[self._channel].append(event.raw)
+        elif self._channel == "tools":
+            self._unparsed.append(event.raw)
         elif event.kind == "text" and event.raw.strip() and not (is_last and _is_cut_marker(event.raw)):
             self._texts["response"].append(event.raw)
         else:

@@ -9,8 +9,8 @@ model wrote stays text, even what looks like a marker or an image placeholder.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from moe28t_jax.chat.effort import check_effort
 from moe28t_jax.chat.messages import (
-    check_effort,
     check_response_format,
     check_tool_choice,
     check_tool_names,
@@ -264,7 +264,10 @@ def _resolve_run(
         # Ids may be repeated within a turn: the n-th result of an id belongs to the n-th call of it.
         nth = seen.get(call_id or "", 0)
         seen[call_id or ""] = nth + 1
-        matches.append(candidates[min(nth, len(candidates) - 1)] if candidates else None)
+        if candidates and nth >= len(candidates):
+            where = f"messages[{start + len(matches)}].tool_call_id"
+            fail(where, call_id, "one result for each call", "join the results of a call into one message")
+        matches.append(candidates[nth] if candidates else None)
     named = []
     for offset, (result, match) in enumerate(zip(run, matches, strict=True)):
         name = result.get("name") if match is None else calls[match]["function"]["name"]

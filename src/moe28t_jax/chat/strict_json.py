@@ -14,7 +14,10 @@ _REPR.maxstring = _REPR.maxother = 80
 
 def show(value: object) -> str:
     """Short representation of a value for an error message."""
-    return _REPR.repr(value)
+    try:
+        return _REPR.repr(value)
+    except ValueError:  # Python refuses to write whole numbers of thousands of digits
+        return f"an {type(value).__name__} of thousands of digits"
 
 
 def fail(where: str, value: object, expected: str, remedy: str) -> NoReturn:
@@ -101,3 +104,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(members) != len(pairs):
         raise ValueError("A key is repeated in a JSON object: give every key once.")
     return members
+
+
+def expect_object(value: Any, where: str) -> Mapping[str, Any]:
+    """The value itself; ValueError unless it is a mapping."""
+    if not isinstance(value, Mapping):
+        fail(where, value, "an object", "pass a dict with named fields")
+    return value

@@ -60,7 +60,10 @@ PRETOKENIZER_PATTERN = "|".join(PRETOKENIZER_ALTERNATIVES)
 MAX_PIECE_CHARACTERS = 400_000
 MAX_RUN_CHARACTERS = 25_000
 
-_LONG_RUN = re.compile(rf"\s{{{MAX_RUN_CHARACTERS + 1},}}|\S{{{MAX_RUN_CHARACTERS + 1},}}")
+# A run is tried at its start only: tried anew from every character, a shorter one would take quadratic time.
+_LONG_RUN = re.compile(rf"(?<!\s)\s{{{MAX_RUN_CHARACTERS + 1},}}|(?<!\S)\S{{{MAX_RUN_CHARACTERS + 1},}}")
+_MEDIA_PAD = "<|media_pad|>"
+_MEDIA_PADS = re.compile(f"((?:{re.escape(_MEDIA_PAD)})+)")
 
 
 def cut_text(text: str) -> Iterator[str]:
@@ -230,15 +233,19 @@ class Tokenizer:
 
         With ``allowed_special`` false (the default) everything is plain text, even what looks like a special
         token; with true, the names of special tokens become their ids. As in the published encoder, a name
-        that lies across a cut of :func:`cut_text` is plain text. Surrogates, which UTF-8 cannot carry, are
-        joined where they form a pair and become U+FFFD where they do not.
+        that lies across a cut of :func:`cut_text` is plain text; media pads, which stand for an image by the
+        thousand, are never cut. Surrogates, which UTF-8 cannot carry, are joined where they form a pair and
+        become U+FFFD where they do not.
         """
+        if not allowed_special:
+            return [token for piece in cut_text(text) for token in self._encoding.encode_ordinary(piece)]
         ids: list[int] = []
-        for piece in cut_text(text):
-            if allowed_special:
-                ids.extend(self._encoding.encode(piece, allowed_special="all"))
-            else:
-                ids.extend(self._encoding.encode_ordinary(piece))
+        for index, part in enumerate(_MEDIA_PADS.split(text)):
+            if index % 2:
+                ids += [self.media_pad_id] * (len(part) // len(_MEDIA_PAD))
+                continue
+            for piece in cut_text(part):
+                ids += self._encoding.encode(piece, allowed_special="all")
         return ids
 
     def encode_pieces(self, pieces: Iterable[tuple[str, bool]]) -> list[int]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection, Iterator, Sequence
 from enum import StrEnum
+from numbers import Integral, Real
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
-from moe28t_jax.engine.sampling import sample
+from moe28t_jax.config import ModelConfig
+from moe28t_jax.engine.sampling import NOT_A_TOKEN, sample
 from moe28t_jax.engine.steps import Steps, round_up
 
 # Caches come in these steps, so that prompts of similar length share one compiled program.
@@ -26,22 +29,16 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
-def generate_ids(
-    steps: Steps,
+def check_generation(
+    config: ModelConfig,
     prompt_ids: Sequence[int],
     max_new_tokens: int,
-    stop_ids: Collection[int] = (),
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int | None = None,
     max_context: int | None = None,
-) -> Iterator[tuple[int | None, FinishReason | None]]:
-    """Continue a prompt; yields (token, None) as tokens are drawn and (None, reason) once at the end.
-
-    A stop token ends generation and is not yielded. `seed` None draws one from the operating system.
-    Raises ValueError for an empty prompt, unknown ids, a prompt beyond the context, or bad sampling values.
-    """
-    config = steps.config
+) -> None:
+    """Raise ValueError, in a sentence, for what `generate_ids` could not do; cheap, nothing is computed."""
     limit = max_context or config.max_context
     if not prompt_ids:
         raise ValueError("The prompt has no tokens; give at least one character or token id.")
@@ -53,6 +50,15 @@ def generate_ids(
             f"The prompt has {len(prompt_ids)} tokens and the context holds {limit}; shorten it or load the model "
             "with a larger max_context."
         )
+    for name, value, kind in (
+        ("max_new_tokens", max_new_tokens, Integral),
+        ("temperature", temperature, Real),
+        ("top_p", top_p, Real),
+        ("seed", seed, Integral | None),
+    ):
+        if isinstance(value, bool) or not isinstance(value, kind):
+            number = "whole number" if kind is not Real else "number"
+            raise ValueError(f"{name} is {value!r}; it must be a {number}: pass it without quotes.")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
     if not 0 <= temperature <= _MAX_TEMPERATURE:
@@ -62,16 +68,44 @@ def generate_ids(
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1.")
 
+
+def generate_ids(
+    steps: Steps,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    max_context: int | None = None,
+    image_features: Float[Array | np.ndarray, "N D"] | None = None,
+) -> Iterator[tuple[int | None, FinishReason | None]]:
+    """Continue a prompt; yields (token, None) as tokens are drawn and (None, reason) once at the end.
+
+    A stop token ends generation and is not yielded. `seed` None draws one from the operating system.
+    `image_features`: one row per media pad token of the prompt, in order (`model.vision.encode_prepared`).
+    Raises ValueError for an empty prompt, unknown ids, a prompt beyond the context, bad sampling values, or image
+    features that are not as many as media pad tokens; FloatingPointError where logits are not finite.
+    """
+    config = steps.config
+    check_generation(config, prompt_ids, max_new_tokens, temperature, top_p, seed, max_context)
+    limit = max_context or config.max_context
     count = min(max_new_tokens, limit - len(prompt_ids))
-    capacity = min(round_up(len(prompt_ids) + count, _CACHE_GRID), config.max_context)
+    capacity = round_up(min(round_up(len(prompt_ids) + count, _CACHE_GRID), config.max_context))
     cache = steps.new_cache(1, capacity)
     prompt = np.asarray([prompt_ids], np.int32)
-    logits_BV, cache = steps.prefill(prompt, np.asarray([len(prompt_ids)], np.int32), cache)
+    lengths = np.asarray([len(prompt_ids)], np.int32)
+    logits_BV, cache = steps.prefill(prompt, lengths, cache, image_features)
     key = jax.random.key(secrets.randbits(31) if seed is None else seed)
     tokens_B = _sample(logits_BV, jax.random.fold_in(key, 0), jnp.float32(temperature), jnp.float32(top_p))
     active = jnp.ones((1,), bool)
     for index in range(count):
         token = int(tokens_B[0])
+        if token == NOT_A_TOKEN:
+            raise FloatingPointError(
+                f"The logits after {len(prompt_ids) + index} tokens are not numbers, so no token can be drawn; the "
+                "weights are damaged, or too large for the dtype: load them again, or with dtype float32."
+            )
         if token in stop_ids:
             yield None, FinishReason.STOP
             return

@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+NOT_A_TOKEN = -1
+"""What is drawn from logits that are not numbers."""
+
 
 def sample(
     logits_BV: Float[Array, "B V"],
@@ -15,7 +18,8 @@ def sample(
 ) -> Int[Array, " B"]:
     """One token per row: the highest logit at temperature 0 (lowest id on ties), otherwise a draw from
     softmax(logits / temperature) restricted to the smallest set of most likely tokens whose probability
-    reaches `top_p` (the most likely token always remains).
+    reaches `top_p` (the most likely token always remains). `NOT_A_TOKEN` where a row's highest logit is NaN or
+    infinite: argmax would give id 0 for ever.
     """
     greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
 
@@ -31,4 +35,5 @@ def sample(
         choice_B = jax.random.categorical(key, jnp.where(kept_BV, sorted_BV, -jnp.inf), axis=-1)
         return jnp.take_along_axis(order_BV, choice_B[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
-    return jax.lax.cond(temperature > 0, draw, lambda: greedy_B)
+    tokens_B = jax.lax.cond(temperature > 0, draw, lambda: greedy_B)
+    return jnp.where(jnp.isfinite(jnp.max(logits_BV, axis=-1)), tokens_B, NOT_A_TOKEN)

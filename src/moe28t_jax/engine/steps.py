@@ -37,6 +37,61 @@ def _decode(leaves, structure, tokens_B, active_B, cache, key, temperature, top_
     return sample(logits_BV, key, temperature, top_p), logits_BV, cache
 
 
+def check_feature_count(pads: int, rows: int) -> None:
+    """Raises ValueError when media pad tokens and image features are not equally many."""
+    if pads != rows:
+        raise ValueError(
+            f"The prompt has {pads} media pad tokens and there are {rows} rows of image features; there must be one "
+            "row per token: render the prompt with the number of tokens of each image."
+        )
+
+
+class _FeatureRows:
+    """The image features of a batch of prompts, chunk by chunk."""
+
+    def __init__(
+        self,
+        token_ids: np.ndarray,
+        lengths: np.ndarray,
+        image_features: Any,
+        config: ModelConfig,
+        dtype: jnp.dtype,
+    ) -> None:
+        self.features_ND = None
+        if image_features is None:
+            if config.vision is not None and config.media_pad_id is not None:
+                real_BT = np.arange(token_ids.shape[1])[None, :] < lengths[:, None]
+                check_feature_count(int(((token_ids == config.media_pad_id) & real_BT).sum()), 0)
+            return
+        if config.media_pad_id is None:
+            raise ValueError(
+                "Image features were given, but this configuration has no media pad token; leave them out."
+            )
+        if image_features.shape[1] != config.hidden_size:
+            raise ValueError(
+                f"Image features have {image_features.shape[1]} values per row; this model's embeddings have "
+                f"{config.hidden_size}: encode the images with the parameters of the same model."
+            )
+        real_BT = np.arange(token_ids.shape[1])[None, :] < lengths[:, None]
+        self.media_BT = (token_ids == config.media_pad_id) & real_BT
+        check_feature_count(int(self.media_BT.sum()), len(image_features))
+        self.order_BT = np.cumsum(self.media_BT.reshape(-1)).reshape(self.media_BT.shape) - 1
+        self.features_ND = np.asarray(image_features).astype(dtype)
+
+    def chunk(self, start: int, count: int) -> Array | None:
+        """Features of the tokens from `start`, padded to as many rows as tokens, so that chunks of one shape share a
+        program; None without any, so that text runs the text program."""
+        if self.features_ND is None:
+            return None
+        media_BT = self.media_BT[:, start : start + count]
+        if not media_BT.any():
+            return None
+        order_N = self.order_BT[:, start : start + count][media_BT]
+        rows_ND = np.zeros((media_BT.shape[0] * count, self.features_ND.shape[1]), self.features_ND.dtype)
+        rows_ND[: len(order_N)] = self.features_ND[order_N]
+        return jnp.asarray(rows_ND)
+
+
 class Steps:
     """Compiled steps over fixed parameters. Caches are passed in and given up: each call consumes its cache.
 
@@ -50,7 +105,7 @@ class Steps:
         self.dtype = parameters["embedding"].dtype
         self.stacked = parameters.stacked(config)
         # Flattened once: a module's traversal on every call costs more than a small model's step.
-        self._leaves, self._structure = jax.tree.flatten(parameters)
+        self._leaves, self._structure = jax.tree.flatten(parameters.text_only())
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for `capacity` tokens per row."""
@@ -62,15 +117,26 @@ class Steps:
         lengths: Int[Array, " B"],
         cache: Cache | None,
         logits: str = "all",
+        image_features: Float[Array, "N D"] | None = None,
     ) -> tuple[Float[Array, "B *T V"], Cache | None]:
-        """`moe28t_jax.forward`, compiled for these shapes."""
-        return _forward(self._leaves, self._structure, Inputs(token_ids, lengths), cache, self.config, logits)
+        """`moe28t_jax.forward`, compiled for these shapes; with image features it is another program."""
+        inputs = Inputs(token_ids, lengths, image_features)
+        return _forward(self._leaves, self._structure, inputs, cache, self.config, logits)
 
     def prefill(
-        self, token_ids: Integer[np.ndarray, "B T"], lengths: Integer[np.ndarray, " B"], cache: Cache
+        self,
+        token_ids: Integer[np.ndarray, "B T"],
+        lengths: Integer[np.ndarray, " B"],
+        cache: Cache,
+        image_features: Float[Array | np.ndarray, "N D"] | None = None,
     ) -> tuple[Float[Array, "B V"], Cache]:
-        """Read right-padded prompts in chunks on the grid; logits after each row's last real token."""
+        """Read right-padded prompts in chunks on the grid; logits after each row's last real token.
+
+        image_features: one row per media pad token of all prompts, in reading order of the batch: row after row.
+        Raises ValueError when their numbers differ.
+        """
         lengths = np.asarray(lengths, np.int32)
+        images = _FeatureRows(token_ids, lengths, image_features, self.config, self.dtype)
         longest = int(lengths.max())
         last_logits = None
         for start in range(0, longest, self.chunk):
@@ -79,7 +145,9 @@ class Steps:
             taken = token_ids[:, start : start + count]
             piece[:, : taken.shape[1]] = taken
             here = np.clip(lengths - start, 0, count).astype(np.int32)
-            logits_BV, new_cache = self.forward(jnp.asarray(piece), jnp.asarray(here), cache, "last")
+            logits_BV, new_cache = self.forward(
+                jnp.asarray(piece), jnp.asarray(here), cache, "last", images.chunk(start, count)
+            )
             assert new_cache is not None
             cache = new_cache
             # A row whose prompt ended in an earlier chunk keeps the logits of that chunk.

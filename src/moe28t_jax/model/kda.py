@@ -47,6 +47,22 @@ def log_decay(
     return lower_bound * jax.nn.sigmoid(rate * shifted)
 
 
+def gates(
+    parameters: Group, x_BTD: Float[Array, "B T D"], config: ModelConfig
+) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
+    """What a delta layer does to its state at each token, float32: the natural-log forget gate of every key
+    channel, and the write strength of every head (0 to 1)."""
+    kda = config.kda
+    assert isinstance(kda, KDAConfig)
+    heads = (*x_BTD.shape[:2], kda.num_heads, kda.head_dim)
+    raw_BTHK = linear(linear(x_BTD, parameters["f_a_proj"]), parameters["f_b_proj"]).reshape(heads)
+    beta_BTH = jax.nn.sigmoid(linear(x_BTD, parameters["b_proj"]).astype(compute_dtype(x_BTD.dtype)))
+    decay_BTHK = log_decay(
+        raw_BTHK, parameters["A_log"][: kda.num_heads], parameters["dt_bias"], kda.gate_lower_bound
+    )
+    return decay_BTHK, beta_BTH
+
+
 def kda_attention(
     parameters: Group,
     x_BTD: Float[Array, "B T D"],
@@ -65,8 +81,7 @@ def kda_attention(
     with jax.named_scope("kda_projections"):
         u_BTC = jnp.concatenate([linear(x_BTD, parameters[f"{name}_proj"]) for name in "qkv"], axis=-1)
         taps_JC = jnp.concatenate([parameters[f"{name}_conv"] for name in "qkv"], axis=-1)
-        raw_BTHK = linear(linear(x_BTD, parameters["f_a_proj"]), parameters["f_b_proj"]).reshape(heads)
-        beta_BTH = jax.nn.sigmoid(linear(x_BTD, parameters["b_proj"]).astype(compute_dtype(x_BTD.dtype)))
+        decay_BTHK, beta_BTH = gates(parameters, x_BTD, config)
         if kda.full_rank_gate:
             gate_BTC = linear(x_BTD, parameters["g_proj"])
         else:
@@ -77,9 +92,6 @@ def kda_attention(
         q_BTHK = (l2_norm(q_BTC.reshape(heads)) * kda.head_dim**-0.5).astype(x_BTD.dtype)
         k_BTHK = l2_norm(k_BTC.reshape(heads)).astype(x_BTD.dtype)
     with jax.named_scope("kda_delta_rule"):
-        decay_BTHK = log_decay(
-            raw_BTHK, parameters["A_log"][: kda.num_heads], parameters["dt_bias"], kda.gate_lower_bound
-        )
         o_BTHV, state_BHKV, *_ = delta_rule.delta_rule(
             q_BTHK,
             k_BTHK,

@@ -8,17 +8,17 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from moe28t_jax.config import ModelConfig, Segment, segments
 from moe28t_jax.model.cache import Cache, KDACache, LatentCache, init_cache
-from moe28t_jax.model.kda import kda_attention
+from moe28t_jax.model.checks import check_inputs
+from moe28t_jax.model.kda import gates, kda_attention
 from moe28t_jax.model.mla import mla_attention
 from moe28t_jax.model.moe import gated_mlp, mixture_of_experts
 from moe28t_jax.model.numerics import compute_dtype, rms_norm
 from moe28t_jax.model.parameters import Group, Parameters
-from moe28t_jax.model.residual import mix
+from moe28t_jax.model.residual import mix, mixing_weights
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +27,8 @@ class Inputs:
     """New tokens of a batch, right padded.
 
     token_ids: int32 [B, T]. lengths: int32 [B], how many of them are real (None: all). image_features: [N, D]
-    rows that replace the embeddings at the media pad tokens, in reading order of the batch.
+    rows that replace the embeddings at the media pad tokens of this call, in reading order of the batch; more rows
+    than tokens are allowed (padding), a token without a row becomes NaN.
     """
 
     token_ids: Any
@@ -73,6 +74,20 @@ def _mixed(stream: Stream, parameters: Group | None, config: ModelConfig) -> Flo
     return mix(candidates, parameters["norm"], parameters["query"], config.rms_norm_eps, stream.count)
 
 
+def _mixing_weights(stream: Stream, parameters: Group, config: ModelConfig) -> Float[Array, "B T J"]:
+    """Weights of `_mixed`, on a fixed axis: one per snapshot the network can hold, the running sum last."""
+    snapshots = [stream.snapshots[j] for j in range(len(stream.snapshots))]
+    weights_BTJ = mixing_weights(
+        [*snapshots, stream.partial_BTD],
+        parameters["norm"],
+        parameters["query"],
+        config.rms_norm_eps,
+        stream.count,
+    )
+    absent = jnp.zeros((*weights_BTJ.shape[:2], config.num_snapshots - len(snapshots)), weights_BTJ.dtype)
+    return jnp.concatenate([weights_BTJ[..., :-1], absent, weights_BTJ[..., -1:]], axis=-1)
+
+
 def _attention(
     parameters: Group, x_BTD: jax.Array, cache: Any, layer: int, repeat: jax.Array | None, step: Step
 ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
@@ -101,7 +116,10 @@ def _attention(
         )
     cache_repeat = None if fresh else repeat
     out_BTD, cache = kda_attention(parameters.attention, x_BTD, cache, step.lengths_B, config, cache_repeat)
-    return out_BTD, None if fresh else cache, {}
+    auxiliary = {}
+    if "delta_gates" in step.collect:
+        auxiliary["log_decay"], auxiliary["beta"] = gates(parameters.attention, x_BTD, config)
+    return out_BTD, None if fresh else cache, auxiliary
 
 
 def _layer(
@@ -120,6 +138,9 @@ def _layer(
     h_BTD = _mixed(stream, parameters.attention_mix if residual else None, config)
     x_BTD = rms_norm(h_BTD, parameters["attention_norm"], config.rms_norm_eps)
     out_BTD, cache, auxiliary = _attention(parameters, x_BTD, cache, layer, repeat, step)
+    weights = []
+    if residual and "residual_weights" in step.collect:
+        weights.append(_mixing_weights(stream, parameters.attention_mix, config))
 
     partial_BTD, snapshots, count = stream
     if isinstance(starts_block, bool):
@@ -142,6 +163,8 @@ def _layer(
     stream = Stream(partial_BTD, snapshots, count)
 
     h_BTD = _mixed(stream, parameters.mlp_mix if residual else None, config)
+    if weights:
+        weights.append(_mixing_weights(stream, parameters.mlp_mix, config))
     x_BTD = rms_norm(h_BTD, parameters["mlp_norm"], config.rms_norm_eps)
     if config.mlp_kinds[layer] == "dense":
         with jax.named_scope("dense_mlp"):
@@ -150,6 +173,8 @@ def _layer(
         out_BTD, more = mixture_of_experts(parameters.mlp, x_BTD, step.valid_BT, config, repeat, step.collect)
         auxiliary |= more
     stream = stream._replace(partial_BTD=stream.partial_BTD + out_BTD)
+    if weights:
+        auxiliary["residual_weights"] = jnp.stack(weights, axis=2)
     if "partial_sums" in step.collect:
         auxiliary["partial_sums"] = stream.partial_BTD
     return stream, cache, auxiliary
@@ -223,47 +248,13 @@ def _embed(
     x_BTD = parameters["embedding"][inputs.token_ids]
     if inputs.image_features is None:
         return x_BTD
-    if config.media_pad_id is None:
-        raise ValueError("Image features were given, but this configuration has no media pad token.")
     features_ND = jnp.asarray(inputs.image_features)
-    if features_ND.ndim != 2 or features_ND.shape[1] != x_BTD.shape[-1]:
-        raise ValueError(
-            f"image_features has shape {features_ND.shape}; expected [patches, {x_BTD.shape[-1]}], one row per "
-            "media pad token."
-        )
     # Padding may hold any id, the media pad's too.
     media_BT = (inputs.token_ids == config.media_pad_id) & valid_BT
     order_BT = jnp.cumsum(media_BT.reshape(-1), dtype=jnp.int32).reshape(media_BT.shape) - 1
-    features_BTD = features_ND[order_BT].astype(x_BTD.dtype)
+    # A missing row cannot raise inside a compiled program; NaN is seen, the last row again would not be.
+    features_BTD = features_ND.at[order_BT].get(mode="fill", fill_value=jnp.nan).astype(x_BTD.dtype)
     return jnp.where(media_BT[:, :, None], features_BTD, x_BTD)
-
-
-def _check(parameters: Parameters, inputs: Inputs, cache: Cache | None, config: ModelConfig) -> None:
-    shape = np.shape(inputs.token_ids)
-    if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"token_ids has shape {shape}; expected [batch, tokens] with at least one of each.")
-    if inputs.lengths is not None and np.shape(inputs.lengths) != shape[:1]:
-        raise ValueError(
-            f"lengths has shape {np.shape(inputs.lengths)}; expected ({shape[0]},), one length per row of token_ids."
-        )
-    for name, value in (("token_ids", inputs.token_ids), ("lengths", inputs.lengths)):
-        if value is not None and not jnp.issubdtype(jnp.result_type(value), jnp.integer):
-            raise ValueError(f"{name} has dtype {jnp.result_type(value)}; expected integers.")
-    if cache is None:
-        return
-    if cache.batch != inputs.token_ids.shape[0]:
-        raise ValueError(
-            f"The cache has {cache.batch} rows and token_ids {inputs.token_ids.shape[0]}; they must be equal."
-        )
-    if cache.capacity is not None and shape[1] > cache.capacity:
-        raise ValueError(
-            f"token_ids has {shape[1]} tokens per row and the cache holds {cache.capacity}; make a larger cache or "
-            "pass fewer tokens at a time."
-        )
-    if [len(segment) for segment in cache.segments] != [len(segment) for segment in parameters.segments]:
-        raise ValueError(
-            "Cache and parameters are laid out differently; pass stacked=parameters.stacked(config) to init_cache."
-        )
 
 
 def _lengths(inputs: Inputs, count: int) -> Int[Array, " B"]:
@@ -283,11 +274,13 @@ def run(
 
     cache: tokens before these; None when there are none and none will follow (scoring, training).
     collect: names of what to return per layer: `partial_sums`, `router`, `index_sets`, `index_scores`,
-    `index_keys`, `indexer_loss`.
+    `index_keys`, `indexer_loss`, `delta_gates` (`log_decay` [B, T, H, K] and `beta` [B, T, H] of delta layers),
+    `residual_weights` ([B, T, 2, J + 1]: what attention and MLP read of the J snapshots, 0 where there is none
+    yet, and of the running sum, last). What is not named costs nothing.
     """
     if not hasattr(inputs.token_ids, "shape"):
         inputs = replace(inputs, token_ids=jnp.asarray(inputs.token_ids))
-    _check(parameters, inputs, cache, config)
+    check_inputs(parameters, inputs, cache, config)
     batch, count = inputs.token_ids.shape
     lengths_B = _lengths(inputs, count)
     valid_BT: Bool[Array, "B T"] = jnp.arange(count, dtype=jnp.int32)[None, :] < lengths_B[:, None]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe28t_jax.config import ModelConfig
-from moe28t_jax.config.declaration import Parameter, declare_globals, declare_layer
+from moe28t_jax.config.declaration import Parameter, declare_globals, declare_layer, declare_vision
 from moe28t_jax.config.segments import segments
 from moe28t_jax.model.numerics import compute_dtype
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor
@@ -42,13 +42,29 @@ class Group(nnx.Module):
 
 
 class Parameters(Group):
-    """All text parameters: `embedding`, `head`, `final_norm`, `output_mix` and `segments`.
+    """All parameters: `embedding`, `head`, `final_norm`, `output_mix` and `segments`, and with an image tower
+    `vision` (its blocks under `vision.blocks`, named by number) and `projector`.
 
     `segments[i][j]` is place j of the period of segment i (`moe28t_jax.config.segments`); its arrays carry a
-    leading axis of `repeats` where a segment repeats.
+    leading axis of `repeats` where a segment repeats. Blocks of the image tower are never stacked.
     """
 
     segments: nnx.List[nnx.List[Group]]
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether an image tower is there; a text-only checkpoint has none, whatever its configuration says."""
+        return hasattr(self, "vision")
+
+    def text_only(self) -> Parameters:
+        """A view of the same arrays without image tower and projector."""
+        if not self.has_vision:
+            return self
+        text = Parameters()
+        for name, value in vars(self).items():
+            if name not in ("vision", "projector") and not name.startswith("_"):
+                setattr(text, name, value)
+        return text
 
     def stacked(self, config: ModelConfig) -> bool:
         """Whether layers are stacked for scanning (one segment per layer means that they are not)."""
@@ -65,24 +81,29 @@ class Parameters(Group):
                     yield segment.layer(repeat, position), group
 
 
-def _attach(owner: Group, name: str, value: Any) -> None:
+def attach(owner: Group, name: str, value: Any) -> None:
+    """Store a value under a dotted name, in sub-groups made as needed."""
     head, _, rest = name.partition(".")
     if rest:
         if not hasattr(owner, head):
             setattr(owner, head, Group())
-        _attach(getattr(owner, head), rest, value)
+        attach(getattr(owner, head), rest, value)
     else:
         setattr(owner, head, PackedWeight(value) if isinstance(value, MXFP4Tensor) else Weight(value))
 
 
 def build(
-    config: ModelConfig, stacked: bool, make: Callable[[Parameter, tuple[int, ...] | None], Any]
+    config: ModelConfig,
+    stacked: bool,
+    make: Callable[[Parameter, tuple[int, ...] | None], Any],
+    vision: bool = True,
 ) -> Parameters:
     """Assemble the tree. `make(parameter, layers)` returns the value of one leaf: `layers` is None for a global
-    parameter, otherwise the layers it holds; with more than one, the value has a leading axis for them."""
+    parameter, otherwise the layers it holds; with more than one, the value has a leading axis for them. The image
+    tower of a configuration that has one is left out with `vision` False."""
     parameters = Parameters()
     for parameter in declare_globals(config):
-        _attach(parameters, parameter.name, make(parameter, None))
+        attach(parameters, parameter.name, make(parameter, None))
     stored = []
     for segment in segments(config, stacked):
         places = []
@@ -90,10 +111,13 @@ def build(
             group = Group()
             layers = tuple(segment.layer(repeat, position) for repeat in range(segment.repeats))
             for parameter in declare_layer(config, layers[0]):
-                _attach(group, parameter.name, make(parameter, layers))
+                attach(group, parameter.name, make(parameter, layers))
             places.append(group)
         stored.append(nnx.List(places))
     parameters.segments = nnx.List(stored)
+    if vision and config.vision is not None:
+        for parameter in declare_vision(config.vision, config.hidden_size):
+            attach(parameters, parameter.name, make(parameter, None))
     return parameters
 
 
@@ -107,7 +131,11 @@ def _shape(parameter: Parameter, layers: tuple[int, ...] | None) -> tuple[int, .
 
 
 def abstract(
-    config: ModelConfig, dtype: Any = jnp.bfloat16, stacked: bool = True, layout: str = "packed_kn"
+    config: ModelConfig,
+    dtype: Any = jnp.bfloat16,
+    stacked: bool = True,
+    layout: str = "packed_kn",
+    vision: bool = True,
 ) -> Parameters:
     """The tree of `jax.ShapeDtypeStruct`s: for lowering and planning without any memory.
 
@@ -126,7 +154,7 @@ def abstract(
             return jax.eval_shape(lambda tensor: tensor.to_layout(layout), tensor)
         return jax.ShapeDtypeStruct(shape, _value_dtype(parameter, dtype))
 
-    return build(config, stacked, make)
+    return build(config, stacked, make, vision)
 
 
 def initialize(

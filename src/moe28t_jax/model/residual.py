@@ -16,6 +16,26 @@ from jaxtyping import Array, Float, Int
 from moe28t_jax.model.numerics import compute_dtype
 
 
+def mixing_weights(
+    candidates: Sequence[Float[Array, "*batch n"]],
+    gain: Float[Array, " n"],
+    query: Float[Array, " n"],
+    eps: float,
+    count: Int[Array, ""] | None = None,
+) -> Float[Array, "*batch J"]:
+    """softmax_j( <rms(v_j) * gain, query> ) over the candidates v_j, in float32; see `mix`."""
+    dtype = compute_dtype(candidates[0].dtype)
+    direction = gain.astype(dtype) * query.astype(dtype)
+    scores = []
+    for index, candidate in enumerate(candidates):
+        wide = candidate.astype(dtype)
+        score = jnp.sum(wide * direction, axis=-1) * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1) + eps)
+        if count is not None and index < len(candidates) - 1:
+            score = jnp.where(index < count, score, -jnp.inf)
+        scores.append(score)
+    return jax.nn.softmax(jnp.stack(scores, axis=-1), axis=-1)
+
+
 def mix(
     candidates: Sequence[Float[Array, "*batch n"]],
     gain: Float[Array, " n"],
@@ -32,17 +52,7 @@ def mix(
         return candidates[0]
     dtype = compute_dtype(candidates[0].dtype)
     with jax.named_scope("attention_residual"):
-        direction = gain.astype(dtype) * query.astype(dtype)
-        scores = []
-        for index, candidate in enumerate(candidates):
-            wide = candidate.astype(dtype)
-            score = jnp.sum(wide * direction, axis=-1) * jax.lax.rsqrt(
-                jnp.mean(jnp.square(wide), axis=-1) + eps
-            )
-            if count is not None and index < len(candidates) - 1:
-                score = jnp.where(index < count, score, -jnp.inf)
-            scores.append(score)
-        weights = jax.nn.softmax(jnp.stack(scores, axis=-1), axis=-1)
+        weights = mixing_weights(candidates, gain, query, eps, count)
         mixed = sum(
             weights[..., index, None] * candidate.astype(dtype) for index, candidate in enumerate(candidates)
         )

@@ -3,6 +3,7 @@
 from moe28t_jax.weights.checkpoint import Checkpoint, TensorInfo, describe
 from moe28t_jax.weights.convert import convert
 from moe28t_jax.weights.errors import CheckpointError
+from moe28t_jax.weights.layer import load_layer
 from moe28t_jax.weights.load import load_parameters
 from moe28t_jax.weights.quantize import quantize_experts
 from moe28t_jax.weights.save import declared_values, save_parameters
@@ -14,6 +15,7 @@ __all__ = [
     "convert",
     "declared_values",
     "describe",
+    "load_layer",
     "load_parameters",
     "quantize_experts",
     "save_parameters",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,12 +42,15 @@ def read_json(path: Path) -> object:
 class Checkpoint:
     """All shards of a folder (or one `.safetensors` file), mapped; nothing is read until a view is sliced.
 
-    Raises CheckpointError for an absent source, an index that contradicts the shards, or a damaged shard.
+    With `wanted`, only shards that the index gives a tensor of which it is true are opened: the others may be
+    absent or damaged, and their tensors are not in it. Raises CheckpointError for an absent source, an index
+    that contradicts the opened shards, or a damaged shard among them.
     """
 
-    def __init__(self, source: str | Path) -> None:
+    def __init__(self, source: str | Path, wanted: Callable[[str], bool] | None = None) -> None:
         path = Path(source)
         self.source = path
+        self._wanted = wanted
         self.shards: dict[str, SafetensorsFile] = {}
         self._shard_of: dict[str, str] = {}
         if path.is_file():
@@ -85,7 +88,8 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{str(index)!r} maps tensor {name!r} to {shard!r}, which names no shard file."
                 )
-        shards = sorted(set(weight_map.values()))
+        wanted = self._wanted
+        shards = sorted({shard for name, shard in weight_map.items() if wanted is None or wanted(name)})
         absent = [shard for shard in shards if not (self.folder / shard).is_file()]
         if absent:
             raise CheckpointError(
@@ -93,7 +97,7 @@ class Checkpoint:
             )
         self._open(shards)
         for name, shard in weight_map.items():
-            if self._shard_of.get(name) != shard:
+            if shard in self.shards and self._shard_of.get(name) != shard:
                 raise CheckpointError(
                     f"{str(index)!r} places tensor {name!r} in {shard!r}, which does not hold it."
                 )

@@ -33,6 +33,7 @@ def load_parameters(
     stacked: bool = False,
     layout: str = "packed_kn",
     progress: Progress | None = None,
+    vision: bool = True,
 ) -> tuple[Parameters, ModelConfig]:
     """Load a checkpoint in the public layout: a folder, or one `.safetensors` file beside its config.json.
 
@@ -40,7 +41,8 @@ def load_parameters(
     `layout` where the checkpoint stores them packed (each tensor says so itself, whatever the configuration
     claims). `dtype` is that of parameters the public layout keeps in bfloat16; those it keeps in float32
     (decay, gate bias, convolutions) stay float32, or float64 with a float64 `dtype`. `stacked` puts layers
-    that repeat into one array each, for scanning. Tensors of the image tower are checked and left unread.
+    that repeat into one array each, for scanning. Image tower and projector are loaded when the checkpoint holds
+    them (`parameters.has_vision`); with `vision` False they are checked and left unread.
 
     Beside the result the host holds one tensor per worker thread; on CPU the arrays are the loader's own
     buffers, not copies. `progress` gets a task that counts bytes.
@@ -49,6 +51,18 @@ def load_parameters(
     the files. Raises CheckpointError, a sentence that names file and tensor, for anything that does not
     fit, and ValueError for an unknown layout or a dtype that is no float.
     """
+    dtype = checked_dtype(dtype, layout)
+    checkpoint = Checkpoint(source)
+    found = match(checkpoint, config if config is not None else checkpoint.config())
+    workers = min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers, thread_name_prefix="weights") as pool:
+        loader = TensorLoader(checkpoint, found, dtype, layout, pool, progress, vision)
+        parameters = build(found.config, stacked, loader.make, vision and bool(found.vision))
+        return parameters, found.config
+
+
+def checked_dtype(dtype: Any, layout: str) -> np.dtype:
+    """The dtype to load as. Raises ValueError for one that is no float, and for an unknown layout."""
     if layout not in LAYOUTS:
         raise ValueError(f"The layout is {layout!r}, but it must be one of {', '.join(LAYOUTS)}.")
     dtype = np.dtype(dtype)
@@ -60,15 +74,12 @@ def load_parameters(
         raise ValueError(
             "Parameters cannot be loaded as float64 while jax_enable_x64 is off; switch it on first."
         )
-    checkpoint = Checkpoint(source)
-    found = match(checkpoint, config if config is not None else checkpoint.config())
-    workers = min(8, os.cpu_count() or 1)
-    with ThreadPoolExecutor(workers, thread_name_prefix="weights") as pool:
-        loader = _Loader(checkpoint, found, dtype, layout, pool, progress)
-        return build(found.config, stacked, loader.make), found.config
+    return dtype
 
 
-class _Loader:
+class TensorLoader:
+    """Makes the leaves of a parameter tree from a checkpoint's tensors."""
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -77,21 +88,22 @@ class _Loader:
         layout: str,
         pool: ThreadPoolExecutor,
         progress: Progress | None,
+        vision: bool = False,
     ) -> None:
         self.checkpoint = checkpoint
-        self.found = found
+        self.stored = found.stored(vision)
         self.dtype = dtype
         self.layout = layout
         self.pool = pool
         self.progress = progress
         if progress is not None:
-            names = (name for stored in found.text.values() for name in stored.tensors())
+            names = (name for one in self.stored.values() for name in one.tensors())
             total = sum(checkpoint.entry(name).nbytes for name in names)
             self.task = progress.add_task("Loading weights", total=total)
 
     def make(self, parameter: Parameter, layers: tuple[int, ...] | None) -> Any:
         """The value of one leaf, as `build` asks for it."""
-        stored = [self.found.text[layer, parameter.name] for layer in layers or (None,)]
+        stored = [self.stored[layer, parameter.name] for layer in layers or (None,)]
         packed = [one.packed for one in stored]
         if len(set(packed)) > 1:
             yes, no = stored[packed.index(True)], stored[packed.index(False)]

@@ -41,12 +41,17 @@ class Match:
     """A checkpoint that agrees with a configuration.
 
     `config` carries the prefix and the expert quantisation found in the tensors. `text` maps (layer or None,
-    parameter name) to its tensors; `vision` lists the tensors of image tower and projector, if stored.
+    parameter name) to its tensors; `vision` lists those of image tower and projector, if stored.
     """
 
     config: ModelConfig
     text: dict[tuple[int | None, str], StoredParameter]
-    vision: tuple[str, ...]
+    vision: tuple[StoredParameter, ...]
+
+    def stored(self, vision: bool) -> dict[tuple[int | None, str], StoredParameter]:
+        """`text`, and with `vision` also the parameters of the image tower, which belong to no layer."""
+        tower = self.vision if vision else ()
+        return self.text | {(None, one.declared.parameter.name): one for one in tower}
 
 
 def detect_prefix(checkpoint: Checkpoint, default: str) -> str:
@@ -77,7 +82,7 @@ def match(checkpoint: Checkpoint, config: ModelConfig) -> Match:
     text: dict[tuple[int | None, str], StoredParameter] = {}
     missing: list[str] = []
     for declared in declare(config, vision=False):
-        stored = _find(checkpoint, declared, config.expert_quantization == "mxfp4", missing)
+        stored = find_stored(checkpoint, declared, config.expert_quantization == "mxfp4", missing)
         text[declared.layer, declared.parameter.name] = stored
     vision = _vision(checkpoint, config, missing)
     if missing:
@@ -86,7 +91,7 @@ def match(checkpoint: Checkpoint, config: ModelConfig) -> Match:
             "configuration "
             f"asks for: {_OTHER_CONFIG}."
         )
-    known = {name for stored in text.values() for name in stored.tensors()} | set(vision)
+    known = {name for stored in (*text.values(), *vision) for name in stored.tensors()}
     extra = [name for name in checkpoint if name not in known]
     if extra:
         raise CheckpointError(
@@ -95,16 +100,17 @@ def match(checkpoint: Checkpoint, config: ModelConfig) -> Match:
             f"does not know: {_OTHER_CONFIG}."
         )
     for stored in text.values():
-        _check(checkpoint, stored)
+        check_stored(checkpoint, stored)
     experts = [stored.packed for stored in text.values() if stored.declared.parameter.quantizable]
     if experts:
         config = config.override({"expert_quantization": "mxfp4" if any(experts) else None})
     return Match(config, text, vision)
 
 
-def _find(
+def find_stored(
     checkpoint: Checkpoint, declared: Declared, expect_packed: bool, missing: list[str]
 ) -> StoredParameter:
+    """The tensors that hold a parameter, under whichever of its names; those that are absent go to `missing`."""
     quantizable = declared.parameter.quantizable
     names: list[str] = []
     packed: list[bool] = []
@@ -142,7 +148,7 @@ def _find(
     return StoredParameter(declared, tuple(names), bool(packed) and packed[0])
 
 
-def _vision(checkpoint: Checkpoint, config: ModelConfig, missing: list[str]) -> tuple[str, ...]:
+def _vision(checkpoint: Checkpoint, config: ModelConfig, missing: list[str]) -> tuple[StoredParameter, ...]:
     """Tensors of the image tower, all or none: a text-only checkpoint may lack them."""
     if config.vision is None:
         return ()
@@ -154,10 +160,14 @@ def _vision(checkpoint: Checkpoint, config: ModelConfig, missing: list[str]) -> 
     for parameter in present:
         _check_shape(checkpoint, parameter.stored_name, parameter.stored_shapes)
         _check_dtype(checkpoint, parameter.stored_name, _FLOATS)
-    return tuple(parameter.stored_name for parameter in present)
+    return tuple(
+        StoredParameter(Declared(one, None, one.stored_name, ()), (one.stored_name,), False)
+        for one in present
+    )
 
 
-def _check(checkpoint: Checkpoint, stored: StoredParameter) -> None:
+def check_stored(checkpoint: Checkpoint, stored: StoredParameter) -> None:
+    """Raise CheckpointError where a tensor's shape or dtype is not the declared one."""
     shapes = stored.declared.parameter.stored_shapes
     for name in stored.names:
         if not stored.packed:

@@ -26,4 +26,4 @@ def quantize_experts(parameters: Parameters, config: ModelConfig) -> Parameters:
             return mxfp4_matmul.quantize(jnp.swapaxes(value, -1, -2))
         return value
 
-    return build(config, False, make)
+    return build(config, False, make, parameters.has_vision)

@@ -20,7 +20,7 @@ from moe28t_jax.config.segments import segments
 from moe28t_jax.model.parameters import Group, Parameters
 from moe28t_jax.weights.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Checkpoint
 from moe28t_jax.weights.errors import CheckpointError, and_more
-from moe28t_jax.weights.matching import BLOCK, match, stored_names
+from moe28t_jax.weights.matching import BLOCK, StoredParameter, match, stored_names
 from moe28t_jax.weights.publish import beside, check_target, publish, work_folder, write_file
 from moe28t_jax.weights.safetensors import DTYPES, SafetensorsWriter, tensor_bytes
 from moe28t_jax.weights.transfer import copy_stored
@@ -31,7 +31,8 @@ _DTYPES = {"bfloat16": "BF16", "float32": "F32"}
 
 
 def declared_values(parameters: Parameters, config: ModelConfig) -> Iterator[tuple[Declared, Any]]:
-    """Every text parameter in checkpoint order with its value in that layer: an array or an `MXFP4Tensor`.
+    """Every parameter in checkpoint order with its value in that layer: an array or an `MXFP4Tensor`; the image
+    tower's last, when the tree has one.
 
     A value is sliced out of its stack when the iterator reaches it. Raises CheckpointError when the tree is
     not one of this configuration.
@@ -56,7 +57,7 @@ def _leaves(parameters: Parameters, config: ModelConfig) -> Iterator[tuple[Decla
             for position in range(segment.period):
                 index = repeat if segment.repeats > 1 else None
                 places[segment.layer(repeat, position)] = (stored[position], index)
-    for declared in declare(config, vision=False):
+    for declared in declare(config, vision=parameters.has_vision):
         node: Any
         node, index = places[declared.layer]
         for part in declared.parameter.name.split("."):
@@ -92,8 +93,8 @@ def save_parameters(
     Tensors have the declared names (with the configuration's prefix), their canonical shapes and the declared
     dtypes: bfloat16, rounded to nearest from anything wider, or float32. `MXFP4Tensor`s become
     `weight_packed` and `weight_scale`. With `like`, an existing checkpoint of the same parameters, names,
-    shapes and float dtypes are taken from it, so that saving what was loaded from it gives the same bytes
-    (image tensors are not written).
+    shapes and float dtypes are taken from it, so that saving what was loaded from it gives the same bytes. The
+    image tower is written when the parameters hold one.
 
     Everything is written to a hidden folder beside the target and renamed at the end: an existing checkpoint
     stays whole until then, and its files that are not weights are kept. Raises CheckpointError when the
@@ -163,10 +164,12 @@ def _plan(
     parameters: Parameters, config: ModelConfig, like: str | Path | None
 ) -> tuple[list[_Tensor], ModelConfig]:
     """All tensors in checkpoint order, and the configuration that describes them."""
-    pattern = found = None
+    pattern = None
+    stored: dict[tuple[int | None, str], StoredParameter] = {}
     if like is not None:
         pattern = Checkpoint(like)
         found = match(pattern, config)
+        stored = found.stored(vision=True)
         config = config.override({"checkpoint_prefix": found.config.checkpoint_prefix})
     tensors: list[_Tensor] = []
     quantization = None
@@ -181,7 +184,7 @@ def _plan(
                 f"{list(shape)}, but the "
                 f"configuration makes it {list(expected)}; pass the configuration that it was made for."
             )
-        original = found.text[declared.layer, parameter.name] if found is not None else None
+        original = stored.get((declared.layer, parameter.name))
         names = original.names if original is not None else [names[0] for names in stored_names(declared)]
         stack = () if index is None else (index,)
         for expert, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""Train the shipped `nano` checkpoint: `python -m moe28t_jax.training.nano.train --output FOLDER`.
+"""The first training of `nano`, on text: `python -m moe28t_jax.training.nano.train --output FOLDER`.
 
 Text: the Python installation's own sources and help topics, split by content hash. Routed experts are trained
 through MXFP4 rounding from the first step (straight-through gradients), so that the shipped, packed weights are
@@ -12,9 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,20 @@ from moe28t_jax.config import ModelConfig
 from moe28t_jax.model.network import Inputs, project_logits, run
 from moe28t_jax.model.parameters import Parameters, initialize
 from moe28t_jax.training.nano.corpus import Corpus, load_corpus
+from moe28t_jax.training.nano.optimization import (
+    Flat,
+    assemble,
+    balance_routers,
+    flatten,
+    is_bias,
+    make_optimizer,
+    stack,
+    unstack,
+    versions,
+    write_record,
+)
 from moe28t_jax.training.nano.vocabulary import encode_corpus
-from moe28t_jax.training.router_balance import max_violation, quantile_balance
 from moe28t_jax.weights import quantize_experts, save_parameters
-from pallas_kernels import mxfp4_matmul
 
 VOCABULARY = Path(__file__).parents[2] / "nano" / "tiktoken.model"
 
@@ -71,82 +80,6 @@ class Settings:
         return self.stages[-1]
 
 
-Flat = dict[str, jax.Array]
-
-
-def flatten(parameters: Parameters) -> Flat:
-    """Arrays by their path in the tree."""
-    return {
-        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)
-    }
-
-
-def _is_bias(name: str) -> bool:
-    return "router_bias" in name
-
-
-def _uses_muon(name: str, value: jax.Array) -> bool:
-    plain = not any(part in name for part in ("embedding", "head", "_conv", "dt_bias", "router_bias"))
-    return value.ndim >= 3 and plain
-
-
-def stack(arrays: Flat) -> Flat:
-    """Arrays of the same place in different layers as one: the optimiser's program is as small as one layer's."""
-    grouped: dict[str, list[jax.Array]] = {}
-    for name, value in arrays.items():
-        place = name.split("][0]", 1)[1] if name.startswith(".segments") else name
-        grouped.setdefault(f"{place} {value.shape}", []).append(value)
-    return {place: jnp.stack(values) for place, values in grouped.items()}
-
-
-def unstack(stacked: Flat, names: Flat) -> Flat:
-    """Undo `stack` for arrays named as in `names`."""
-    places = {place: iter(values) for place, values in stacked.items()}
-    result = {}
-    for name, value in names.items():
-        place = name.split("][0]", 1)[1] if name.startswith(".segments") else name
-        result[name] = next(places[f"{place} {value.shape}"])
-    return result
-
-
-def make_optimizer(settings: Settings, stacked: Flat) -> optax.GradientTransformation:
-    """For arrays as `stack` gives them: Muon on matrices, each layer and expert by itself; AdamW on embeddings,
-    head, convolutions and vectors."""
-
-    def schedule(peak: float) -> optax.Schedule:
-        return optax.warmup_cosine_decay_schedule(
-            0.0, peak, settings.warmup, settings.steps, peak * settings.final_rate
-        )
-
-    numbers = optax.contrib.MuonDimensionNumbers
-    specification: Any = {
-        name: numbers(value.ndim - 2, value.ndim - 1) if _uses_muon(name, value) else None
-        for name, value in stacked.items()
-    }
-    muon = optax.contrib.muon(
-        schedule(settings.muon_learning_rate),
-        weight_decay=settings.weight_decay,
-        adam_b2=0.95,
-        adam_learning_rate=schedule(settings.adam_learning_rate),
-        muon_weight_dimension_numbers=specification,
-        consistent_rms=0.2,
-    )
-    return optax.chain(optax.clip_by_global_norm(1.0), muon)
-
-
-def assemble(template: Parameters, arrays: Flat, quantized: bool) -> Parameters:
-    """The parameter tree from its arrays, expert weights rounded to the MXFP4 grid if asked."""
-    paths, structure = jax.tree_util.tree_flatten_with_path(template)
-    leaves = []
-    for path, _ in paths:
-        name = jax.tree_util.keystr(path)
-        value = arrays[name]
-        if quantized and ".experts." in name:
-            value = mxfp4_matmul.fake_quantize(value, axis=-2)
-        leaves.append(value)
-    return jax.tree_util.tree_unflatten(structure, leaves)
-
-
 def loss_function(
     trainable: Flat, biases: Flat, tokens_BT: jax.Array, template: Parameters, config: ModelConfig
 ) -> tuple[jax.Array, dict[str, Any]]:
@@ -169,28 +102,14 @@ def train_step(trainable, biases, optimizer_state, tokens_BT, template, config, 
     with jax.numpy_dtype_promotion("standard"):  # optax relies on implicit promotion
         updates, optimizer_state = optimizer.update(stack(gradients), optimizer_state, stack(trainable))
     trainable = optax.apply_updates(trainable, unstack(updates, trainable))
-    violations, new_biases = [], {}
-    for (name, bias_E), layer in zip(
-        sorted(biases.items(), key=_layer_order), auxiliary["routers"], strict=True
-    ):
-        scores_NE = layer["router_scores"].reshape(-1, bias_E.shape[0])
-        load_E = jnp.sum(jax.nn.one_hot(layer["router_experts"].reshape(-1), bias_E.shape[0]), axis=0)
-        violations.append(max_violation(load_E))
-        target_E = quantile_balance(scores_NE, bias_E, config.moe.num_experts_per_token)
-        # An average over steps lowers the noise once the load is even.
-        new_biases[name] = bias_E + (target_E - bias_E) * smooth
+    new_biases, violation = balance_routers(biases, auxiliary["routers"], config, smooth)
     metrics = {
         "entropy": auxiliary["entropy"],
         "indexer": auxiliary["indexer"],
-        "violation": jnp.max(jnp.stack(violations)),
+        "violation": violation,
         "gradient": optax.tree.norm(gradients),
     }
     return trainable, new_biases, optimizer_state, metrics
-
-
-def _layer_order(item: tuple[str, Any]) -> int:
-    """`.segments[12][0]...` -> 12."""
-    return int(item[0].split("[")[1].split("]")[0])
 
 
 class Batches:
@@ -214,7 +133,6 @@ class Batches:
 
 
 def _record(settings: Settings, corpus: Corpus, tokenizer: Tokenizer, output: Path) -> Path:
-    """Write what the run depends on, or check that the folder's run depends on the same."""
     content = {
         "command": f"python -m moe28t_jax.training.nano.train --steps {settings.steps} --seed {settings.seed}",
         "settings": asdict(settings),
@@ -222,22 +140,9 @@ def _record(settings: Settings, corpus: Corpus, tokenizer: Tokenizer, output: Pa
         "train_documents": len(corpus.train),
         "heldout_documents": len(corpus.heldout),
         "vocabulary_sha256": tokenizer.fingerprint,
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "optax": optax.__version__,
+        **versions(),
     }
-    text = json.dumps(content, indent=1) + "\n"
-    path = output / "training.json"
-    if path.exists():
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-        changed = [name for name, value in json.loads(text).items() if earlier.get(name) != value]
-        if changed:
-            raise ValueError(
-                f"{str(output)!r} holds a run with other {', '.join(changed)}; continue it as it was begun, or train "
-                "into another folder."
-            )
-    path.write_text(text, encoding="utf-8")
-    return path
+    return write_record(content, output)
 
 
 def train(
@@ -250,6 +155,8 @@ def train(
     holds a run with other settings or other data.
     """
     output.mkdir(parents=True, exist_ok=True)
+    # Text alone: the second training adds the image tower.
+    config = replace(config, vision=None)
     tokenizer = Tokenizer.from_file(VOCABULARY)
     corpus = load_corpus(root)
     record = _record(settings, corpus, tokenizer, output)
@@ -260,8 +167,8 @@ def train(
 
     template = initialize(config, jax.random.key(settings.seed), jnp.float32)
     arrays = flatten(template)
-    biases = {name: value for name, value in arrays.items() if _is_bias(name)}
-    trainable = {name: value for name, value in arrays.items() if not _is_bias(name)}
+    biases = {name: value for name, value in arrays.items() if is_bias(name)}
+    trainable = {name: value for name, value in arrays.items() if not is_bias(name)}
     stacked = stack(trainable)
     optimizer = make_optimizer(settings, stacked)
     optimizer_state = optimizer.init(stacked)

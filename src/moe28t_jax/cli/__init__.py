@@ -1,0 +1,196 @@
+"""The `moe28t` command: its options, and what happens to a user's mistake."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from moe28t_jax import __version__
+from moe28t_jax.cli.chat import EFFORTS, run_chat
+from moe28t_jax.cli.common import device_failure
+from moe28t_jax.cli.demo import IMAGE_QUESTION, TOOL_QUESTION, run_demo
+from moe28t_jax.cli.files import run_convert, run_inspect, run_score
+from moe28t_jax.cli.generate import run_generate
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; a user's mistake ends in one sentence on standard error and exit status 2."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 2
+    try:
+        return options.run(options)
+    except (ValueError, NotImplementedError, FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        print(f"moe28t {options.command}: {_sentence(error)}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"moe28t {options.command}: {_sentence(error)}", file=sys.stderr)
+        return 1
+    except (RuntimeError, MemoryError) as error:
+        sentence = device_failure(error)
+        if sentence is None:
+            raise
+        print(f"moe28t {options.command}: {sentence}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\nmoe28t {options.command}: interrupted.", file=sys.stderr)
+        return 130
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return (
+            f"{error.strerror}: {error.filename!r}." if error.filename is not None else f"{error.strerror}."
+        )
+    return str(error)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moe28t",
+        description="Run, inspect, convert and score models of the moe28t family.",
+        epilog="moe28t COMMAND --help explains a command and shows examples.",
+    )
+    parser.add_argument("--version", action="version", version=f"moe28t {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+
+    json_option = argparse.ArgumentParser(add_help=False)
+    json_option.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    settings = argparse.ArgumentParser(add_help=False)
+    settings.add_argument(
+        "--set", action="append", metavar="NAME=VALUE",
+        help="override a configuration field, for example dsa.top_k=1024; may be repeated",
+    )  # fmt: skip
+    loaded = argparse.ArgumentParser(add_help=False)
+    loaded.add_argument("--model", default="nano", help="checkpoint folder, or nano (default)")
+    loaded.add_argument(
+        "--dtype", default="auto", choices=("auto", "bfloat16", "float32"),
+        help="activations and dense weights; auto (default) is float32 on CPU and bfloat16 elsewhere",
+    )  # fmt: skip
+    loaded.add_argument(
+        "--max-context", type=_positive, metavar="TOKENS",
+        help="longest sequence; default the model's own limit",
+    )  # fmt: skip
+    sampled = argparse.ArgumentParser(add_help=False)
+    sampled.add_argument(
+        "--max-new-tokens", type=_positive, metavar="TOKENS",
+        help="end after so many; default 256 for a text and 4096 for an answer, reasoning included",
+    )  # fmt: skip
+    sampled.add_argument("--temperature", type=float, help="0 (default) is greedy")
+    sampled.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this mass; default 1")
+    sampled.add_argument("--seed", type=int, help="makes sampling repeatable")
+    talk = argparse.ArgumentParser(add_help=False)
+    talk.add_argument("--system", metavar="TEXT", help="a system message at the start of the conversation")
+    talk.add_argument(
+        "--effort", choices=EFFORTS, help="how much to think; default max; none answers without reasoning"
+    )
+    talk.add_argument("--tools", type=Path, metavar="FILE", help="JSON file with a list of tools to offer")
+    talk.add_argument(
+        "--demo-tools", action="store_true",
+        help="offer the built-in tools (calculator, key-value store, files) and run them, at most 8 rounds",
+    )  # fmt: skip
+
+    def add(
+        name: str,
+        run: Callable[[argparse.Namespace], int],
+        summary: str,
+        examples: Sequence[str],
+        *parents: argparse.ArgumentParser,
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name, parents=parents, help=summary, description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog="\n".join(["examples:", *(f"  moe28t {name} {example}" for example in examples)]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        command.set_defaults(run=run)
+        return command
+
+    generate = add(
+        "generate", run_generate, "continue a text, or answer a conversation",
+        ['--prompt "import os"', '--chat "What is 17 + 25?" --effort low', '--chat "What is shown?" --image a.png',
+         '--chat "Compute 12.5 * 8" --demo-tools', "--messages request.json --json"],
+        json_option, loaded, settings, sampled, talk,
+    )  # fmt: skip
+    generate.add_argument("--prompt", metavar="TEXT", help="text to continue; default standard input")
+    generate.add_argument("--prompt-file", type=Path, metavar="FILE", help="read that text from a file")
+    generate.add_argument(
+        "--no-echo", action="store_true", help="do not print the prompt before its continuation"
+    )
+    generate.add_argument("--chat", metavar="TEXT", help="a user's message to answer; comes after --messages")
+    generate.add_argument(
+        "--messages", type=Path, metavar="FILE",
+        help="JSON file with a list of messages, or with a whole request (messages, tools, reasoning_effort, ...)",
+    )  # fmt: skip
+    generate.add_argument(
+        "--image", action="append", metavar="PATH", help="picture for the last user message; may be repeated"
+    )
+
+    add(
+        "chat", run_chat, "talk with a model in the terminal (/help lists what can be typed)",
+        ["", "--effort low --demo-tools", '--model path/to/checkpoint --system "Answer briefly."'],
+        loaded, settings, sampled, talk,
+    )  # fmt: skip
+
+    demo = add(
+        "demo", run_demo, "show a text continued, a picture described and a tool used",
+        ["", '--prompt "def read_lines(path):"', "--image picture.png"], json_option, loaded, settings,
+    )  # fmt: skip
+    demo.add_argument(
+        "--prompt", metavar="TEXT", help="text to continue", default="class Counter:\n    def __init__(self"
+    )
+    demo.add_argument("--image", metavar="PATH", help="picture to look at; default one that is drawn")
+    demo.add_argument(
+        "--image-question", metavar="TEXT", help="question about the picture", default=IMAGE_QUESTION
+    )
+    demo.add_argument(
+        "--tool-question", metavar="TEXT", help="question that needs a tool", default=TOOL_QUESTION
+    )
+
+    inspect = add(
+        "inspect", run_inspect, "show configuration, counts, bytes and layers of a checkpoint or preset",
+        ["moe28t", "path/to/checkpoint --tensors", "moe28t --set dsa.top_k=1024 --json"], json_option, settings,
+    )  # fmt: skip
+    inspect.add_argument(
+        "model",
+        nargs="?",
+        default="nano",
+        help="checkpoint folder, config.json, or preset name; default nano",
+    )
+    inspect.add_argument("--tensors", action="store_true", help="also list every stored tensor of a folder")
+
+    convert = add(
+        "convert", run_convert, "round a checkpoint's experts to MXFP4, or unpack them",
+        ["path/to/checkpoint packed", "nano unpacked --to bfloat16"], json_option,
+    )  # fmt: skip
+    convert.add_argument("source", type=Path, help="checkpoint folder or file, or nano")
+    convert.add_argument("target", type=Path, help="folder to write")
+    convert.add_argument(
+        "--to", choices=("mxfp4", "bfloat16"), default="mxfp4", help="what experts become; default mxfp4"
+    )
+    convert.add_argument(
+        "--overwrite", action="store_true", help="replace a checkpoint that is in the target folder"
+    )
+
+    score = add(
+        "score", run_score, "bits per byte of text files",
+        ["notes.txt src/", "--heldout --json"], json_option, loaded, settings,
+    )  # fmt: skip
+    score.add_argument("files", type=Path, nargs="*", help="files, or folders whose text files are scored")
+    score.add_argument("--heldout", action="store_true", help="also nano's held-out texts")
+    score.add_argument(
+        "--batch", type=_positive, default=4, metavar="ROWS", help="texts read at once; default 4"
+    )
+    return parser

@@ -1,0 +1,156 @@
+"""What several commands share: loading, reading files, counting speed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+def fail(text: str) -> NoReturn:
+    """End the command with this sentence."""
+    raise ValueError(text)
+
+
+# Characters that a terminal may take for commands, by code point, as visible signs.
+_CONTROLS = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
+_CONTROLS |= {0x7F: "\u2421"} | {code: "\ufffd" for code in range(0x80, 0xA0)}
+
+
+def harmless(text: str, file: Any) -> str:
+    """Text for `file`: on a terminal with signs in place of the control characters, which could command it."""
+    return text.translate(_CONTROLS) if file.isatty() else text
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON with characters as they are; a surrogate without its partner has no UTF-8 form and is escaped."""
+    return json.dumps(value, ensure_ascii=False, indent=indent).encode("utf-8", "backslashreplace").decode()
+
+
+def device_failure(error: BaseException) -> str | None:
+    """One sentence about an error of the device, such as too little memory; None for any other error."""
+    jax = sys.modules.get("jax")
+    if isinstance(error, MemoryError):
+        reason = "out of memory"
+    elif jax is not None and isinstance(error, jax.errors.JaxRuntimeError):
+        lines = str(error).strip().splitlines()
+        reason = lines[0][:300].rstrip(".") if lines else type(error).__name__
+    else:
+        return None
+    return (
+        f"The device could not compute it ({reason}); where memory is short, shorten the text or the conversation, or "
+        "set a smaller --max-context."
+    )
+
+
+def load_model(options: argparse.Namespace) -> Any:
+    """The model that `--model`, `--dtype`, `--max-context` and `--set` name, with a progress bar on a terminal."""
+    import jax
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from moe28t_jax.api import load
+
+    dtype = options.dtype
+    if dtype == "auto":
+        # A CPU has no fast bfloat16 arithmetic.
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        return load(
+            options.model,
+            dtype=dtype,
+            max_context=options.max_context,
+            overrides=overrides(options),
+            progress=progress,
+        )
+
+
+def overrides(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `--set NAME=VALUE`, values read as JSON where they are JSON."""
+    values = {}
+    for item in options.set or []:
+        name, separator, text = item.partition("=")
+        if not separator:
+            fail(f"--set {item!r} is not NAME=VALUE, for example --set dsa.top_k=1024.")
+        try:
+            values[name] = json.loads(text)
+        except json.JSONDecodeError:
+            values[name] = text
+        except RecursionError:
+            fail(f"--set {name} is nested too deeply for any field; give a plain value.")
+    return values
+
+
+def read_text(path: Path) -> str:
+    """A file's text; ValueError where it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is not UTF-8 text (byte {error.start}); convert it first.") from None
+
+
+def read_standard_input(remedy: str) -> str:
+    """The text on standard input; `remedy` is said where there is none."""
+    if sys.stdin is None or sys.stdin.isatty():
+        fail(remedy)
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"The text on standard input is not UTF-8 text (byte {error.start}); convert it first."
+        ) from None
+
+
+def read_json(path: Path) -> Any:
+    """A file's JSON value; ValueError where it is none."""
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{str(path)!r} is not JSON (line {error.lineno}, column {error.colno}: {error.msg}); correct it first."
+        ) from None
+    except RecursionError:
+        raise ValueError(f"{str(path)!r} is nested too deeply; give a flatter JSON file.") from None
+
+
+def read_tools(path: Path) -> list[dict[str, Any]]:
+    """A file with a list of tools, or an object with the list as `tools`; checked."""
+    from moe28t_jax.chat.messages import normalize_tools
+
+    value = read_json(path)
+    if isinstance(value, dict):
+        value = value.get("tools")
+    if not isinstance(value, list):
+        fail(f"{str(path)!r} holds no list of tools; write [{{'type': 'function', 'function': ...}}].")
+    return normalize_tools(value) or []
+
+
+class Clock:
+    """Decoding speed without compilation: the first two tokens compile prefill and decoding, so time counts from
+    the second one on."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._start = self._end = 0.0
+
+    def tick(self) -> None:
+        """Note that a token came."""
+        self.tokens += 1
+        self._end = time.perf_counter()
+        if self.tokens <= 2:
+            self._start = self._end
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second; None for fewer than three tokens."""
+        seconds = self._end - self._start
+        return (self.tokens - 2) / seconds if self.tokens > 2 and seconds > 0 else None
+
+    def __str__(self) -> str:
+        return "" if self.rate is None else f", {self.rate:.1f} tokens/s decoding"

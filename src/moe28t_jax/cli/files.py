@@ -1,0 +1,160 @@
+"""`moe28t inspect`, `convert` and `score`: what is done with folders and files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moe28t_jax.cli.common import fail, load_model, overrides, read_text
+
+
+def run_inspect(options: argparse.Namespace) -> int:
+    """Run `moe28t inspect`."""
+    from moe28t_jax.inspection import describe_model
+
+    report = describe_model(options.model, overrides(options))
+    if options.json:
+        print(json.dumps(report.to_json(), ensure_ascii=False))
+    else:
+        report.print(tensors=options.tensors)
+    return 0
+
+
+def run_convert(options: argparse.Namespace) -> int:
+    """Run `moe28t convert`."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from moe28t_jax.weights import convert
+
+    source = options.source
+    if str(source) == "nano" and not source.exists():
+        from moe28t_jax.api import shipped_folder
+
+        source = shipped_folder("nano")
+    # An unfinished conversion leaves no target, so going on with it needs no --overwrite.
+    if not options.overwrite and (options.target / "config.json").is_file():
+        same = options.target.resolve() == source.resolve()
+        if not same:
+            fail(
+                f"{str(options.target)!r} holds a checkpoint already; choose another folder, or replace it with "
+                "--overwrite."
+            )
+    started = time.perf_counter()
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        convert(source, options.target, to=options.to, progress=progress)
+    size = sum(file.stat().st_size for file in options.target.iterdir() if file.is_file())
+    if options.json:
+        result = {
+            "target": str(options.target),
+            "bytes": size,
+            "seconds": round(time.perf_counter() - started, 2),
+        }
+        print(json.dumps(result))
+    else:
+        print(f"Wrote {options.target} ({size:,} bytes).")
+    return 0
+
+
+def run_score(options: argparse.Namespace) -> int:
+    """Run `moe28t score`."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn
+
+    from moe28t_jax.evals import score_texts
+
+    texts, skipped = _texts(options.files)
+    if options.heldout:
+        if options.model != "nano":
+            fail("--heldout scores the texts that `nano` was not trained on; use it with --model nano.")
+        from moe28t_jax.training.nano.corpus import load_corpus
+
+        texts += [(document.name, document.text) for document in load_corpus().heldout]
+    if not texts and skipped:
+        fail(f"No file is text: {len(skipped)} were skipped, the first {skipped[0]!r}; name text files.")
+    if not texts:
+        fail("There is nothing to score; name files or folders (or --heldout for nano's held-out texts).")
+    model = load_model(options)
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("scored tokens"), MofNCompleteColumn(), console=console, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("scoring", total=None)
+        scores = score_texts(model, texts, options.batch, lambda count: progress.advance(task, count))
+    _print_scores(scores, dict(texts), skipped, options)
+    return 0
+
+
+def _texts(paths: Sequence[Path]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Texts by name; and the files found inside folders that hold none, which are noted and left out."""
+    texts: list[tuple[str, str]] = []
+    skipped: list[str] = []
+    for path in paths:
+        if not path.is_dir():
+            texts.append((str(path), read_text(path)))
+            continue
+        for file in sorted(p for p in path.rglob("*") if p.is_file()):
+            try:
+                text = read_text(file)
+            except (ValueError, OSError) as error:
+                print(f"moe28t score: skipped {str(file)!r}: {error}", file=sys.stderr)
+                skipped.append(str(file))
+                continue
+            if text:
+                texts.append((str(file), text))
+            else:
+                print(f"moe28t score: skipped {str(file)!r}: it is empty.", file=sys.stderr)
+                skipped.append(str(file))
+    return texts, skipped
+
+
+def _print_scores(
+    scores: Sequence[Any], texts: dict[str, str], skipped: list[str], options: argparse.Namespace
+) -> None:
+    import gzip
+
+    rows = []
+    for score in scores:
+        packed = 8 * len(gzip.compress(texts[score.name].encode(), 9, mtime=0)) / score.num_bytes
+        rows.append(
+            {
+                "name": score.name,
+                "bytes": score.num_bytes,
+                "tokens": score.num_tokens,
+                "bits_per_byte": round(score.bits_per_byte, 4),
+                "gzip_bits_per_byte": round(packed, 4),
+            }
+        )
+    total_bytes = sum(row["bytes"] for row in rows)
+    total = {
+        "files": len(rows),
+        "bytes": total_bytes,
+        "tokens": sum(row["tokens"] for row in rows),
+        "bits_per_byte": round(sum(score.bits for score in scores) / total_bytes, 4),
+        "gzip_bits_per_byte": round(
+            sum(row["gzip_bits_per_byte"] * row["bytes"] for row in rows) / total_bytes, 4
+        ),
+        "files_below_gzip": sum(row["bits_per_byte"] < row["gzip_bits_per_byte"] for row in rows),
+    }
+    if options.json:
+        print(json.dumps({"total": total, "files": rows, "skipped": skipped}, ensure_ascii=False))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("file", "bytes", "tokens", "bits/byte", "gzip -9")
+    for row in rows:
+        values = (row["bytes"], row["tokens"], row["bits_per_byte"], row["gzip_bits_per_byte"])
+        table.add_row(row["name"], *(f"{value:,}" for value in values))
+    table.add_section()
+    values = (total["bytes"], total["tokens"], total["bits_per_byte"], total["gzip_bits_per_byte"])
+    table.add_row(f"{total['files']} files", *(f"{value:,}" for value in values))
+    console = Console()
+    console.print(table)
+    console.print(f"{total['files_below_gzip']} of {total['files']} files take fewer bits than gzip -9.")
