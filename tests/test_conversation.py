@@ -14,7 +14,7 @@ import moe28t_jax as m
 from moe28t_jax import api
 from moe28t_jax.chat import encode, image_prompt, render
 from moe28t_jax.config.model_config import VisionConfig
-from moe28t_jax.conversation import image_source, with_images
+from moe28t_jax.conversation import image_source, prepare_conversation, read_conversation, with_images
 from moe28t_jax.model import initialize
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -25,7 +25,7 @@ AS_JSON = {"response_format": {"type": "json_object"}}
 
 @pytest.fixture(scope="module")
 def model(small_checkpoint):
-    return m.load(small_checkpoint, dtype="float32")
+    return m.load(small_checkpoint, dtype="float32", overrides={"max_context": 4096})
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_chunks_are_the_answer_piece_by_piece(model, script) -> None:
 
 def test_a_model_says_what_it_is(model) -> None:
     total = model.config.parameter_count().total
-    assert repr(model) == f"Model('small', {total:,} parameters, context 1,024, float32)"
+    assert repr(model) == f"Model('small', {total:,} parameters, context 4,096, float32)"
 
 
 # -- images --------------------------------------------------------------------------------------------------------
@@ -294,3 +294,36 @@ def test_a_tower_that_was_not_loaded_is_named(seeing) -> None:
         ValueError, match=r"hold no image tower \(.* loaded with vision=False\), so they cannot"
     ):
         blind.generate(HELLO, images=[picture(0)])
+
+
+@pytest.mark.parametrize(("messages", "message"), [
+    ([{"role": "user", "content": 5}], r"messages\[0\]\.content is 5; expected text or a list of parts"),
+    ([{"role": "user", "content": {"type": "text"}}], r"messages\[0\]\.content is .*; expected text or a list"),
+    ([{"role": "user"}], r"messages\[0\]\.content is None; expected text or a list of parts"),
+    ([5, *HELLO], r"messages\[0\] is 5; expected an object"),
+    ("Hello", r"messages is 'Hello'; expected a list of at least one message"),
+])  # fmt: skip
+def test_messages_are_checked_before_images_are_put_into_them(messages, message) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        with_images(messages, [b"x"])
+    assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+def test_paths_of_somebody_elses_conversation_can_be_refused(seeing, tmp_path) -> None:
+    data = png(picture(0))
+    (tmp_path / "a.png").write_bytes(data)
+    paths, urls = (
+        read_conversation(HELLO, images=[source])
+        for source in (
+            str(tmp_path / "a.png"),
+            f"data:image/png;base64,{base64.b64encode(data).decode()}",
+        )
+    )
+    prepared = [
+        prepare_conversation(request, seeing.tokenizer, seeing.config, allow_paths=allowed).token_ids
+        for request, allowed in ((paths, True), (urls, False))
+    ]
+    assert prepared[0] == prepared[1]
+    assert prepare_conversation(paths, seeing.tokenizer, seeing.config).token_ids == prepared[0]
+    with pytest.raises(ValueError, match="paths are not read here; pass a data URL"):
+        prepare_conversation(paths, seeing.tokenizer, seeing.config, allow_paths=False)

@@ -9,12 +9,38 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pallas_kernels._dispatch import dispatch
-from pallas_kernels._typing import AnyArray, Array, Float, Int
-from pallas_kernels.delta_rule import reference, xla
+from pallas_kernels._typing import AnyArray, Array, Bool, Float, Int
+from pallas_kernels.delta_rule import _fused_step, reference, xla
 
-_DELTA_RULE: Mapping[str, Callable[..., Any]] = {"reference": reference.delta_rule, "xla": xla.delta_rule}
-_STEP: Mapping[str, Callable[..., Any]] = {"reference": reference.step, "xla": xla.step}
-_SEGMENT_MAP: Mapping[str, Callable[..., Any]] = {"reference": reference.segment_map, "xla": xla.segment_map}
+
+def _tpu(name: str) -> Callable[..., Any]:
+    """A TPU kernel, imported when it is first called: Pallas takes its time, and most programs run without."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from pallas_kernels.delta_rule import tpu
+
+        return getattr(tpu, name)(*args, **kwargs)
+
+    return call
+
+
+_DELTA_RULE: Mapping[str, Callable[..., Any]] = {
+    "reference": reference.delta_rule,
+    "xla": xla.delta_rule,
+    "tpu": _tpu("delta_rule"),
+}
+_STEP: Mapping[str, Callable[..., Any]] = {"reference": reference.step, "xla": xla.step, "tpu": _tpu("step")}
+_SEGMENT_MAP: Mapping[str, Callable[..., Any]] = {
+    "reference": reference.segment_map,
+    "xla": xla.segment_map,
+    "tpu": _tpu("segment_map"),
+}
+_FUSED_STEP: Mapping[str, Callable[..., Any]] = {
+    "reference": _fused_step.reference_fused_step,
+    "xla": _fused_step.xla_fused_step,
+    "tpu": _tpu("fused_step"),
+}
+# The TPU kernels compile for every chip but have not run on one: by name only.
 _DEFAULT = ("xla",)
 
 
@@ -73,7 +99,8 @@ def delta_rule(
       segment_ids: packed documents: the state is reset to zero where the id differs from the token before.
         The first token always continues `initial_state`.
       return_boundary_states: also return the states on the grid of 64 tokens counted from the first token.
-      implementation: "xla" (chunks of 64 tokens, the default) or "reference" (token by token).
+      implementation: "xla" (chunks of 64 tokens, the default), "reference" (token by token), or "tpu" (Pallas,
+        compiled for v5p, v6e and tpu7x, not yet run on them; not float64).
 
     Returns:
       o in v's dtype; the final state in the compute dtype; and, if asked for, the state after each full or
@@ -160,3 +187,84 @@ def segment_map(
     _expect("segment_map", "beta", beta, (batch, tokens, heads), "B, T, H")
     _expect("segment_map", "lengths", lengths, (batch,), "B")
     return dispatch("segment_map", _SEGMENT_MAP, _DEFAULT, implementation, k, v, log_decay, beta, lengths)
+
+
+def fused_step(
+    x: Float[AnyArray, "B _ H K"],
+    window: Float[AnyArray, "B W 3 H K"],
+    taps: Float[AnyArray, "J 3 H K"],
+    log_decay: Float[AnyArray, "B H K"],
+    beta: Float[AnyArray, "B H"],
+    gate: Float[AnyArray, "B H K"],
+    norm_weight: Float[AnyArray, " K"],
+    state: Float[AnyArray, "B H K K"],
+    active: Bool[AnyArray, " B"] | None = None,
+    norm_epsilon: float = 1e-5,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B H K"], Float[Array, "B H K K"], Float[Array, "B W 3 H K"]]:
+    """One token of a gated delta layer between its projections: convolution, delta rule, gated RMSNorm.
+
+    The short convolutions of q, k and v (with SiLU), their normalisation, `step`, and the output's RMSNorm times
+    sigmoid(gate). The results of the convolution, q, k and o pass through the dtype of x, all else is float32.
+    The "tpu" implementation is one kernel that reads and writes the state once, in place where the caller
+    donates state and window.
+
+    Args:
+      x: the token's projections to q, k and v, in this order on axis 1, before the convolution.
+      window: the W = J - 1 inputs of the convolution before it, oldest first.
+      taps: weights of the convolution, the last on the current token.
+      log_decay: natural logarithm of the decay of each key channel, at most 0.
+      beta: writing strength, between 0 and 1.
+      gate: logits of the output gate.
+      norm_weight: gain of the output norm.
+      state: state before the token.
+      active: rows that hold a token; the others keep their state and window and give 0. None: all rows.
+      norm_epsilon: added to the mean square under the root of the output norm.
+      implementation: "xla" (the default), "reference" or "tpu".
+
+    Returns:
+      the gated output in the gate's dtype, the state after the token in the compute dtype, and the window that
+      the next token continues from.
+
+    Raises:
+      ValueError: for shapes that do not fit together, or an unknown implementation.
+    """
+    if len(x.shape) != 4 or x.shape[1] != 3 or len(taps.shape) != 4:
+        raise ValueError(
+            f"fused_step got x of shape {tuple(x.shape)} and taps of shape {tuple(taps.shape)}, expected "
+            "[B, 3, H, K] and [J, 3, H, K]; stack the projections to q, k and v on axis 1."
+        )
+    batch, _, heads, key_dim = x.shape
+    count = taps.shape[0]
+    shapes: tuple[tuple[str, Any, tuple[int, ...], str], ...] = (
+        ("taps", taps, (count, 3, heads, key_dim), "J, 3, H, K"),
+        ("window", window, (batch, count - 1, 3, heads, key_dim), "B, J - 1, 3, H, K"),
+        ("log_decay", log_decay, (batch, heads, key_dim), "B, H, K"),
+        ("beta", beta, (batch, heads), "B, H"),
+        ("gate", gate, (batch, heads, key_dim), "B, H, K"),
+        ("norm_weight", norm_weight, (key_dim,), "K"),
+        ("state", state, (batch, heads, key_dim, key_dim), "B, H, K, K"),
+        ("active", active, (batch,), "B"),
+    )
+    for name, array, shape, axes in shapes:
+        if array is not None and tuple(array.shape) != shape:
+            raise ValueError(
+                f"fused_step got {name} of shape {tuple(array.shape)}, expected {list(shape)} = [{axes}] "
+                f"to go with x and taps; reshape or transpose {name}."
+            )
+    return dispatch(
+        "fused_step",
+        _FUSED_STEP,
+        _DEFAULT,
+        implementation,
+        x,
+        window,
+        taps,
+        log_decay,
+        beta,
+        gate,
+        norm_weight,
+        state,
+        active,
+        norm_epsilon=norm_epsilon,
+    )

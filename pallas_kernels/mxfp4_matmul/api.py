@@ -1,6 +1,7 @@
 """Public matmuls with MXFP4 weights: checked arguments, then the best implementation for them."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,9 +17,26 @@ from pallas_kernels.mxfp4_matmul.tensor import MXFP4Tensor
 Layer = int | np.integer | Integer[AnyArray, ""] | None
 FloatStack = Float[AnyArray, "*stack K N"]
 
-_GROUPED_MATMUL = {"xla": xla.grouped_matmul, "reference": reference.grouped_matmul}
-_GROUPED_GLU = {"xla": xla.grouped_glu, "reference": reference.grouped_glu}
-_MATMUL = {"xla": xla.matmul, "reference": reference.matmul}
+
+def _tpu(name: str) -> Callable[..., Any]:
+    """A TPU kernel, imported when it is first called: Pallas takes its time, and most programs run without."""
+
+    def call(*args: Any) -> Any:
+        from pallas_kernels.mxfp4_matmul import tpu
+
+        return getattr(tpu, name)(*args)
+
+    return call
+
+
+_GROUPED_MATMUL = {
+    "xla": xla.grouped_matmul,
+    "reference": reference.grouped_matmul,
+    "tpu": _tpu("grouped_matmul"),
+}
+_GROUPED_GLU = {"xla": xla.grouped_glu, "reference": reference.grouped_glu, "tpu": _tpu("grouped_glu")}
+_MATMUL = {"xla": xla.matmul, "reference": reference.matmul, "tpu": _tpu("matmul")}
+# The TPU kernels compile for every chip but have not run on one: by name only.
 _DEFAULT = ("xla",)
 
 
@@ -42,7 +60,8 @@ def grouped_matmul(
       activation: None; the fused gated form is `grouped_glu`.
       activation_dtype: None to multiply x as it is, or float8_e4m3fn to round it to MXFP8 first (blocks of
         32, E8M0 scales, saturating; gradients pass straight through).
-      implementation: "xla", "reference", or None for the best available.
+      implementation: "xla", "reference", "tpu" (Pallas: packed weights of layout "packed_kn", or "float4_kn" on
+        tpu7x; not float64; not yet run on a TPU), or None for the best available.
 
     Returns:
       [M, N] in `x.dtype`, accumulated in float32 (float64 for float64 x). Differentiable in x and in a float

@@ -26,4 +26,11 @@ SHAPES: dict[str, GroupedMatmulShape] = {
     "decode_2p8t_down_experts_over_64": GroupedMatmulShape(64, 14, 3072, 3584),
     "prefill_2p8t_up_experts_over_64": GroupedMatmulShape(8192, 14, 3584, 3072),
     "prefill_2p8t_down_experts_over_64": GroupedMatmulShape(8192, 14, 3072, 3584),
+    # One token, and a batch of 256, with the experts over 16 devices: 56 each. The rows are an upper bound.
+    "decode_one_token_2p8t_up_experts_over_16": GroupedMatmulShape(16, 56, 3584, 3072),
+    "decode_2p8t_up_experts_over_16": GroupedMatmulShape(256, 56, 3584, 3072),
+    "decode_2p8t_down_experts_over_16": GroupedMatmulShape(256, 56, 3072, 3584),
+    # 8192 tokens of prefill send each of 16 devices 8192 rows on average.
+    "prefill_2p8t_up_experts_over_16": GroupedMatmulShape(8192, 56, 3584, 3072),
+    "prefill_2p8t_down_experts_over_16": GroupedMatmulShape(8192, 56, 3072, 3584),
 }

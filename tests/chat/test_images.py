@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from moe28t_jax.chat import images
-from moe28t_jax.chat.images import image_prompt, open_image, prepare_image
+from moe28t_jax.chat.images import image_data_url, image_prompt, open_image, prepare_image
 
 
 def noise(height: int, width: int, channels: int = 3) -> np.ndarray:
@@ -229,6 +230,64 @@ def test_paths_can_be_switched_off(tmp_path: Path) -> None:
             open_image(source, allow_paths=False)
     content = base64.b64encode(path.read_bytes()).decode()
     assert open_image(f"data:image/png;base64,{content}", allow_paths=False).size == (5, 5)
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path, "/dev/zero"):
+        with pytest.raises(ValueError, match="is a folder, a device or a pipe; expected a regular file"):
+            open_image(path)
+
+
+def test_files_beyond_the_limit_are_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = encoded(Image.new("RGB", (5, 5)))
+    path, sparse = tmp_path / "a.png", tmp_path / "sparse.png"
+    path.write_bytes(content)
+    with sparse.open("wb") as file:
+        file.truncate(images.MAX_BYTES + 1)
+    with pytest.raises(ValueError, match=r"sparse\.png' has more than 100,000,000 bytes; make it smaller"):
+        open_image(sparse)
+    url = image_data_url(path)
+    monkeypatch.setattr(images, "MAX_BYTES", len(content))
+    assert [open_image(source).size for source in (path, content, url)] == [(5, 5)] * 3
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("read or decoded")
+
+    monkeypatch.setattr(images, "MAX_BYTES", len(content) - 1)
+    monkeypatch.setattr(Image, "open", never)
+    for source in (path, content, bytearray(content), memoryview(content), url):
+        with pytest.raises(ValueError, match=r"has more than \d+ bytes; make it smaller"):
+            open_image(source)
+    monkeypatch.setattr(base64, "b64decode", never)
+    monkeypatch.setattr(images, "unquote_to_bytes", never)
+    for header in ("image/png;base64", "image/png"):
+        with pytest.raises(ValueError, match="The image in the data URL has more than"):
+            open_image(f"data:{header},{'A' * 2000}")
+
+
+def test_a_file_that_hides_its_size_is_read_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path("/proc/self/status")
+    if not path.is_file() or path.stat().st_size:
+        pytest.skip("there is no file without a size here")
+    monkeypatch.setattr(images, "MAX_BYTES", 100)
+    with pytest.raises(ValueError, match="has more than 100 bytes"):
+        open_image(path)
+
+
+@pytest.mark.parametrize(
+    ("format", "kind"), [("PNG", "image/png"), ("JPEG", "image/jpeg"), ("BMP", "image/bmp")]
+)
+def test_a_file_as_a_data_url(tmp_path: Path, format: str, kind: str) -> None:
+    path = tmp_path / "picture"
+    path.write_bytes(encoded(Image.fromarray(noise(8, 9)), format))
+    url = image_data_url(path)
+    assert url == f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    np.testing.assert_array_equal(np.asarray(open_image(url)), np.asarray(open_image(path)))
+    path.write_text("no picture")
+    with pytest.raises(ValueError, match="is no image that can be read"):
+        image_data_url(path)
 
 
 def test_prompt() -> None:

@@ -372,5 +372,7 @@ def test_published_ids(published: Tokenizer, effort: str | None, ids: str):
 def test_a_call_has_one_result():
     calls = [{"id": "a", "function": {"name": "f", "arguments": {}}}]
     result = {"role": "tool", "tool_call_id": "a", "content": "1"}
-    with pytest.raises(ValueError, match=r"messages\[3\]\.tool_call_id is 'a'; expected one result for each call"):
+    with pytest.raises(
+        ValueError, match=r"messages\[3\]\.tool_call_id is 'a'; expected one result for each call"
+    ):
         render([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}, result, result])

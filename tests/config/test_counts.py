@@ -71,7 +71,8 @@ def test_quantisation_changes_bytes_and_tensors_only():
     assert a.stored_tensors - b.stored_tensors == 7 * 16 * 3
 
 
-def test_all_experts_active_means_everything_but_the_table():
+def test_all_experts_active_means_every_text_parameter_but_the_table():
     config = ModelConfig.preset("nano").override({"moe.num_experts_per_token": 16})
     count = config.parameter_count()
-    assert count.active == count.total - count.by_group["embedding"]
+    others = sum(count.by_group[group] for group in ("embedding", "vision", "projector"))
+    assert count.active == count.total - others

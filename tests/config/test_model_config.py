@@ -110,6 +110,7 @@ def test_nano_preset():
         eos_id=3842,
         pad_id=4095,
         media_pad_id=3861,
+        vision=VisionConfig(14, 4, 96, 256, 3, 96, 8, 8),
         expert_quantization="mxfp4",
         checkpoint_prefix="language_model.",
         model_type="kimi_k31",

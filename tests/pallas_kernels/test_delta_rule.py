@@ -366,7 +366,7 @@ def test_memory_of_the_gradient() -> None:
 
 def test_unknown_implementation_lists_the_names() -> None:
     x = make_inputs(16, (1, 2, 1, 4, 4))
-    with pytest.raises(ValueError, match=r"no implementation 'cuda'.*'reference', 'xla'"):
+    with pytest.raises(ValueError, match=r"no implementation 'cuda'.*'reference', 'tpu', 'xla'"):
         delta_rule.delta_rule(**x, implementation="cuda")
 
 

@@ -37,7 +37,12 @@ TEXT_CONFIG = replace(
 CONFIG = replace(
     TEXT_CONFIG,
     vision=replace(
-        converse.VISION, num_layers=1, hidden_size=16, intermediate_size=16, num_heads=1, qkv_size=16
+        ModelConfig.preset("nano").vision,
+        num_layers=1,
+        hidden_size=16,
+        intermediate_size=16,
+        num_heads=1,
+        qkv_size=16,
     ),
 )
 SETTINGS = converse.Settings(

@@ -111,7 +111,8 @@ def image_data_url(path: str | Path) -> str:
     Raises ValueError as `open_image` does.
     """
     content = _file_content(Path(path))
-    kind = _from_bytes(content, _file_name(Path(path))).get_format_mimetype() or "application/octet-stream"
+    format = _from_bytes(content, _file_name(Path(path))).format
+    kind = Image.MIME.get(format or "", "application/octet-stream")
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from moe28t_jax.cli.answering import Answer, Printer, call_text, converse
 from moe28t_jax.cli.common import device_failure, fail, harmless, json_text, load_model, read_json, read_tools
-from moe28t_jax.cli.generate import sampling, summary
+from moe28t_jax.cli.generate import check_sampling, sampling, summary
 
 EFFORTS = ("low", "high", "max", "none")
 BLOCK = '"""'
@@ -175,7 +175,9 @@ class Client:
         start = len(self.messages)
         while start and self.messages[start - 1]["role"] == "tool":
             start -= 1
-        calls = list(self.messages[start - 1].get("tool_calls") or ()) if start else []
+        if start == 0:
+            return []
+        calls: list[dict[str, Any]] = list(self.messages[start - 1].get("tool_calls") or ())
         for message in self.messages[start:]:
             identifier = message.get("tool_call_id")
             # A result that names no call belongs to the first one.
@@ -319,10 +321,14 @@ def _needed(value: str, usage: str) -> str:
 # -- lines -----------------------------------------------------------------------------------------------------------
 def run_chat(options: argparse.Namespace) -> int:
     """Run the command."""
-    model = load_model(options)
-    client = Client(model, options)
     if sys.stdin is None:
         fail("There is no standard input to read messages from; run it in a terminal or pipe text into it.")
+    # A mistake is known before the long loading begins.
+    check_sampling(sampling(options))
+    if options.tools is not None:
+        read_tools(options.tools)
+    model = load_model(options)
+    client = Client(model, options)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         _prepare_terminal(client.command_names)

@@ -43,6 +43,7 @@ def run_generate(options: argparse.Namespace) -> int:
 # -- a text --------------------------------------------------------------------------------------------------------
 def _continue(options: argparse.Namespace) -> int:
     prompt = _prompt(options)
+    check_sampling(sampling(options))
     model = load_model(options)
     clock, text, result = Clock(), [], None
     show = not options.json
@@ -93,6 +94,7 @@ def _answer(options: argparse.Namespace) -> int:
             fail("--demo-tools brings its own tools; leave out --tools, or the tools of the request.")
         request["tools"], execute = specifications(), Toolbox().execute
     values = _sampling_of(request, sampling(options))
+    check_sampling(values)
     _check(request, options.image or [])
     messages = request.pop("messages")
     # Everything about the request is known to be right before the much longer loading begins.
@@ -196,6 +198,15 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
     """The sampling options that were given."""
     names = _SAMPLING
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+
+
+def check_sampling(values: Mapping[str, Any]) -> None:
+    """ValueError for sampling values that no model takes."""
+    from moe28t_jax.config import ModelConfig
+    from moe28t_jax.engine import check_generation
+
+    # Of a configuration only the limits matter here, and a prompt of one token is within those of any.
+    check_generation(ModelConfig.preset("nano"), [0], **{"max_new_tokens": 1, **values})
 
 
 def summary(result: Any, clock: Clock) -> str:

@@ -116,4 +116,16 @@ def _nano() -> dict[str, Any]:
             "num_nextn_predict_layers": 0,
             "quantization_config": quantization,
         },
+        "vision_config": {
+            "patch_size": 14,
+            "vt_num_hidden_layers": 4,
+            "vt_hidden_size": 96,
+            "vt_intermediate_size": 256,
+            "vt_num_attention_heads": 3,
+            "qkv_hidden_size": 96,
+            "init_pos_emb_height": 8,
+            "init_pos_emb_width": 8,
+            "init_pos_emb_time": 4,
+            "merge_kernel_size": [2, 2],
+        },
     }

@@ -8,10 +8,12 @@ one no training conversation holds; accuracies come with Wilson's 95% intervals.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ from moe28t_jax.weights import load_parameters
 BATCH = 64
 MAX_NEW_TOKENS = 128
 _CAPACITY = 512
+_CHUNK = 64
 
 
 def wilson_interval(right: int, count: int) -> tuple[float, float]:
@@ -86,10 +89,12 @@ class Item:
 class Answerer:
     """Greedy answers of one model to many conversations at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, progress: Callable[[int, int], None] | None = None) -> None:
+        self.progress = progress
         self.parameters, self.config = load_parameters(folder, dtype=np.dtype(np.float32))
         self.tokenizer = Tokenizer.from_file(folder / "tiktoken.model")
-        self.steps = Steps(self.parameters, self.config)
+        # Short chunks: prompts of every length share one compiled program.
+        self.steps = Steps(self.parameters, self.config, chunk=_CHUNK)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], pictures: Sequence[Sequence[np.ndarray]]
@@ -140,13 +145,15 @@ class Answerer:
                 groups.append([])
             groups[-1].append(index)
         again = []
-        for group in groups:
+        for number, group in enumerate(groups, start=1):
             found = self.generate(
                 [prompts[i] for i in group], [items[i].conversation.pictures for i in group]
             )
             for index, ids in zip(group, found, strict=True):
                 if self._read(items[index], ids):
                     again.append(items[index])
+            if self.progress is not None:
+                self.progress(number, len(groups))
         return again
 
     def _read(self, item: Item, ids: list[int]) -> bool:
@@ -263,10 +270,16 @@ def plot(results: dict[str, dict[str, dict[str, Any]]], picture: Path) -> None:
 
 
 def evaluate(
-    folder: Path, count: int, efforts: Sequence[str], seed: int = 0, families: Sequence[str] | None = None
+    folder: Path,
+    count: int,
+    efforts: Sequence[str],
+    seed: int = 0,
+    families: Sequence[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[str, Any], list[Item]]:
-    """Answer and summarise; `families` limits the items to families whose names begin so."""
-    answerer = Answerer(folder)
+    """Answer and summarise; `families` limits the items to families whose names begin so. `progress` is told how
+    many batches of a round are done and how many there are."""
+    answerer = Answerer(folder, progress)
     items = make_items(count, efforts, seed)
     if families is not None:
         items = [item for item in items if item.family.startswith(tuple(families))]
@@ -293,7 +306,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown or options.questions < 1:
         parser.error(f"efforts are low, high, max and none, questions at least 1; not {options.efforts!r}.")
     families = options.families.split(",") if options.families else None
-    results, items = evaluate(options.model, options.questions, efforts, options.seed, families)
+
+    def progress(done: int, count: int) -> None:
+        print(f"{done} of {count} batches", file=sys.stderr, flush=True)
+
+    results, items = evaluate(options.model, options.questions, efforts, options.seed, families, progress)
+    weights = (options.model / "model.safetensors").read_bytes()
+    results = {"model_sha256": hashlib.sha256(weights).hexdigest(), **results}
     results["examples"] = [
         {"family": item.family, "effort": item.effort, "content": item.content, "right": item.right}
         for item in items[:: max(1, len(items) // 40)]

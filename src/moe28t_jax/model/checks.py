@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.model.cache import Cache
@@ -61,7 +61,7 @@ def _check_features(parameters: Parameters, inputs: Inputs, config: ModelConfig)
 
 def _known(value: Any) -> np.ndarray | None:
     """The values of an array that is not being traced."""
-    return None if value is None or isinstance(value, jax.core.Tracer) else np.asarray(value)
+    return None if value is None or isinstance(value, Tracer) else np.asarray(value)
 
 
 def _check_values(inputs: Inputs, cache: Cache | None, config: ModelConfig) -> None:

@@ -17,7 +17,7 @@ from moe28t_jax.model.parameters import Group, attach
 from moe28t_jax.weights.checkpoint import Checkpoint
 from moe28t_jax.weights.errors import CheckpointError, and_more
 from moe28t_jax.weights.load import TensorLoader, checked_dtype
-from moe28t_jax.weights.matching import Match, StoredParameter, check_stored, find_stored, detect_prefix
+from moe28t_jax.weights.matching import Match, StoredParameter, check_stored, detect_prefix, find_stored
 
 
 def load_layer(

@@ -26,11 +26,11 @@ import orbax.checkpoint as ocp
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moe28t_jax.chat.tokenizer import Tokenizer
-from moe28t_jax.config import ModelConfig, VisionConfig
+from moe28t_jax.config import ModelConfig
 from moe28t_jax.model.network import Inputs, project_logits, run
 from moe28t_jax.model.parameters import Parameters, initialize
 from moe28t_jax.model.vision import encode_images
-from moe28t_jax.training.nano.conversations import draw_conversation, picture_patches
+from moe28t_jax.training.nano.conversations import KINDS, draw_conversation, picture_patches
 from moe28t_jax.training.nano.corpus import load_corpus
 from moe28t_jax.training.nano.optimization import (
     Flat,
@@ -50,16 +50,6 @@ from moe28t_jax.training.nano.vocabulary import encode_corpus
 from moe28t_jax.weights import load_parameters, quantize_experts, save_parameters
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor
 
-VISION = VisionConfig(
-    patch_size=14,
-    num_layers=4,
-    hidden_size=96,
-    intermediate_size=256,
-    num_heads=3,
-    qkv_size=96,
-    position_height=8,
-    position_width=8,
-)
 MINIATURE: dict[str, Any] = {
     "hidden_size": 96,
     "intermediate_size": 192,
@@ -191,8 +181,6 @@ def _by_kind(settings: Settings, rows_B: Any) -> dict[str, float]:
 def chat_config(miniature: bool = False) -> ModelConfig:
     """`nano` with its image tower, or the miniature."""
     config = ModelConfig.preset("nano")
-    if config.vision is None:
-        config = replace(config, vision=VISION)
     return config.override(MINIATURE) if miniature else config
 
 
@@ -226,7 +214,8 @@ def train(
 ) -> Path:
     """Run (or continue) the second training and write the checkpoint folder `output`/checkpoint.
 
-    start: a checkpoint folder to continue, None for random weights. root: the corpus's library, by default this
+    start: a checkpoint folder to continue, of the first training or of a run of this one (its record and log are
+    then kept, before the new ones); None for random weights. root: the corpus's library, by default this
     Python's. The folder gets the vocabulary, `training.json` (with the record of the first training),
     `training_log.jsonl` (the first training's) and `conversation_log.jsonl`. Raises ValueError when the folder
     holds a run with other settings, data or start.
@@ -243,12 +232,16 @@ def train(
         second["data_hash"] = corpus.data_hash
         texts = Batches(encode_corpus(tokenizer, corpus.train, output / "tokens"), settings.seed)
     second |= versions()
+    if "conversations" in record:
+        second["continues"] = record["conversations"]
     # Lists as JSON gives them back, for the comparison with an earlier record.
     record = json.loads(json.dumps({**record, "conversations": second}))
     record_file = write_record(record, output)
 
     template = initialize(config, jax.random.key(settings.seed), jnp.float32)
     arrays, has_tower = flatten(template), False
+    if start is not None and (start / LOG).exists() and not (output / LOG).exists():
+        shutil.copyfile(start / LOG, output / LOG)
     if start is not None:
         arrays, has_tower = load_start(start, template, config)
     skeleton = jax.tree.map(lambda x: jnp.zeros((), x.dtype), template)
@@ -335,6 +328,9 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--seed", type=int, default=Settings.seed)
+    parser.add_argument(
+        "--rows", help="kinds of a step's rows by commas: questions, strings, tools, pictures, text"
+    )
     parser.add_argument("--no-effort-text", action="store_true", help="never name the effort: a control")
     parser.add_argument(
         "--miniature", action="store_true", help="four layers, strings alone: for comparisons"
@@ -345,6 +341,13 @@ def main() -> None:
         settings = replace(
             settings, rows=("strings",) * 8, length=256, tower_steps=0, muon_learning_rate=8e-3
         )
+    if arguments.rows:
+        settings = replace(settings, rows=tuple(arguments.rows.split(",")))
+        unknown = sorted(set(settings.rows) - {*KINDS, "strings", "text"})
+        if unknown:
+            parser.error(
+                f"--rows has {', '.join(unknown)}; the kinds are questions, strings, tools, pictures, text."
+            )
     print(train(settings, arguments.output, chat_config(arguments.miniature), arguments.start))
 
 

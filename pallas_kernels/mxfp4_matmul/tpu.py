@@ -1,0 +1,142 @@
+"""(Grouped) matmul with MXFP4 weights as a Pallas kernel for TPU (Mosaic).
+
+Layouts: "packed_kn" on every chip (nibbles are taken apart by integer arithmetic), "float4_kn" on tpu7x, the
+first whose vector unit reads 4-bit floats.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._typing import Array
+from pallas_kernels.mxfp4_matmul._tpu_kernel import Options, grouped_products
+from pallas_kernels.mxfp4_matmul.activations import Activation, apply_activation
+from pallas_kernels.mxfp4_matmul.quantize import fake_quantize_mxfp8
+from pallas_kernels.mxfp4_matmul.tensor import MXFP4Tensor
+
+
+def grouped_matmul(
+    x: Array,
+    w: Any,
+    group_sizes: Array,
+    layer: Array | None,
+    activation_dtype: Any,
+    interpret: Any = False,
+) -> Array:
+    """See `api.grouped_matmul`; arguments are already checked. `interpret` as in `pallas_call`.
+
+    Raises:
+      NotImplementedError: for float64 rows, float weights, the layout "packed_nk", or sizes off the kernel's.
+    """
+    _refuse(x, w)
+    return _grouped(
+        Options(None, False, interpret), _activations(x, activation_dtype), (w,), group_sizes, layer
+    )
+
+
+def grouped_glu(
+    x: Array,
+    w_gate: Any,
+    w_up: Any,
+    group_sizes: Array,
+    activation: Activation,
+    layer: Array | None,
+    activation_dtype: Any,
+    interpret: Any = False,
+) -> Array:
+    """See `api.grouped_glu`; arguments are already checked. `interpret` as in `pallas_call`.
+
+    Raises:
+      NotImplementedError: as `grouped_matmul`, and for two weights of different layouts.
+    """
+    _refuse(x, w_gate, w_up)
+    options = Options(activation, False, interpret)
+    return _grouped(options, _activations(x, activation_dtype), (w_gate, w_up), group_sizes, layer)
+
+
+def matmul(
+    x: Array, w: MXFP4Tensor, layer: Array | None, activation_dtype: Any, interpret: Any = False
+) -> Array:
+    """See `api.matmul`: one group that holds every row."""
+    rows = x.reshape(-1, x.shape[-1])
+    axis = w.packed.ndim - 2
+    one_expert = MXFP4Tensor(jnp.expand_dims(w.packed, axis), jnp.expand_dims(w.scale_bytes, axis), w.layout)
+    sizes = jnp.full((1,), rows.shape[0], jnp.int32)
+    result = grouped_matmul(rows, one_expert, sizes, layer, activation_dtype, interpret)
+    return result.reshape(*x.shape[:-1], result.shape[-1])
+
+
+def _activations(x: Array, activation_dtype: Any) -> Array:
+    return x if activation_dtype is None else fake_quantize_mxfp8(x)
+
+
+def _refuse(x: Array, *weights: Any) -> None:
+    if x.dtype == jnp.float64:
+        raise NotImplementedError(
+            "the TPU kernels compute in float32 and got float64; pass float32, or another implementation"
+        )
+    for w in weights:
+        if not isinstance(w, MXFP4Tensor):
+            raise NotImplementedError(
+                f"the TPU kernels read packed weights and got a {w.dtype} array; quantise it, or pass another "
+                "implementation"
+            )
+        if w.layout not in ("packed_kn", "float4_kn") or w.layout != weights[0].layout:
+            raise NotImplementedError(
+                f"the TPU kernels read weights of one layout, packed_kn or float4_kn, and got {w.layout!r}; "
+                'change it with w.to_layout("packed_kn"), or pass another implementation'
+            )
+
+
+# Compiled as one function so that calls outside jit do not compile again each time.
+@functools.partial(jax.jit, static_argnums=(0,))
+def _products(
+    options: Options, x: Array, weights: tuple[MXFP4Tensor, ...], group_sizes: Array, layer: Array | None
+) -> Array:
+    return grouped_products(options, x, weights, group_sizes, layer)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(
+    options: Options, x: Array, weights: tuple[MXFP4Tensor, ...], group_sizes: Array, layer: Array | None
+) -> Array:
+    return _products(options, x, weights, group_sizes, layer)
+
+
+def _forward(options: Options, x: Any, weights: Any, group_sizes: Any, layer: Any) -> tuple[Array, Any]:
+    """Arguments arrive with a flag that says whether a derivative with respect to them is wanted."""
+    for w in weights:
+        if w.packed.perturbed or w.scale_bytes.perturbed:
+            raise TypeError(
+                "A gradient with respect to a packed MXFP4 weight was asked for, and there is none; "
+                "differentiate with respect to float master weights passed through fake_quantize, or close "
+                "over the packed weight."
+            )
+    values = jax.tree.map(
+        lambda node: node.value,
+        (x, weights, group_sizes, layer),
+        is_leaf=lambda node: hasattr(node, "perturbed"),
+    )
+    return _grouped(options, *values), values
+
+
+def _backward(options: Options, residuals: Any, cotangent: Any) -> tuple[Any, Any, None, None]:
+    x, weights, group_sizes, layer = residuals
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        cotangent = jnp.zeros(cotangent.shape, x.dtype)
+    plain = options._replace(activation=None)
+    cotangents = (cotangent,)
+    if options.activation is not None:
+        products = [_products(plain, x, (w,), group_sizes, layer) for w in weights]
+        _, pull_back = jax.vjp(functools.partial(apply_activation, options.activation), *products)
+        cotangents = pull_back(cotangent)
+    parts = [
+        _products(plain._replace(transposed=True), part, (w,), group_sizes, layer)
+        for part, w in zip(cotangents, weights, strict=True)
+    ]
+    return functools.reduce(jnp.add, parts), tuple(None for _ in weights), None, None
+
+
+_grouped.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -1,0 +1,254 @@
+"""The TPU kernels of the gated delta rule, interpreted: races are errors and untouched memory is NaN."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from safetensors.numpy import load_file
+
+from pallas_kernels import delta_rule
+from pallas_kernels.delta_rule import tpu
+
+DATA = Path(__file__).parents[1] / "golden" / "data"
+INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+ARGUMENTS = ("q", "k", "v", "log_decay", "beta", "initial_state")
+TOKENS = 70
+SHAPE = (2, TOKENS, 2, 16, 8)
+LENGTHS = jnp.asarray([TOKENS, 33], jnp.int32)
+# Resets within a chunk, at its first token, and in the padding of the second row, where they must do nothing.
+SEGMENT_IDS = jnp.asarray(
+    np.searchsorted([20, 40, 64], np.arange(TOKENS), "right")[None] * [[1], [1]], jnp.int32
+)
+
+FIXTURES = [
+    pytest.param(name, marks=() if name in fast else pytest.mark.slow)
+    for fast in [("mixed_edge_T128", "T1")]
+    for name in sorted(path.stem.removeprefix("kda_op_") for path in DATA.glob("kda_op_*.safetensors"))
+]
+
+
+def make_inputs(seed: int, shape: tuple[int, ...] = SHAPE, dtype: Any = np.float32) -> tuple[jax.Array, ...]:
+    """q, k, v, log_decay, beta and initial state; decays from none to total, small ones after huge ones."""
+    batch, tokens, heads, key_dim, value_dim = shape
+    rng = np.random.default_rng(seed)
+
+    def unit(*axes: int) -> np.ndarray:
+        x = rng.standard_normal(axes)
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+    normal = -5.0 / (1.0 + np.exp(2.0 - 2.0 * rng.standard_normal((batch, tokens, heads, key_dim))))
+    extremes = rng.choice([-np.inf, -1e4, -5.0, -0.01, 0.0], normal.shape, p=[0.05, 0.05, 0.1, 0.4, 0.4])
+    arrays = (
+        unit(batch, tokens, heads, key_dim) * key_dim**-0.5,
+        unit(batch, tokens, heads, key_dim),
+        rng.standard_normal((batch, tokens, heads, value_dim)),
+        np.where(rng.random(normal.shape) < 0.5, normal, extremes),
+        1.0 / (1.0 + np.exp(-2.0 * rng.standard_normal((batch, tokens, heads)))),
+        rng.standard_normal((batch, heads, key_dim, value_dim)),
+    )
+    return tuple(jnp.asarray(x.astype(dtype)) for x in arrays)
+
+
+def poison_padding(x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """NaN in every token beyond LENGTHS."""
+    invalid = np.arange(TOKENS)[None, :] >= np.asarray(LENGTHS)[:, None]
+    return (
+        *(jnp.where(invalid.reshape(*invalid.shape, *(1,) * (a.ndim - 2)), jnp.nan, a) for a in x[:-1]),
+        x[-1],
+    )
+
+
+def assert_close(actual: jax.Array, expected: jax.Array, relative: float) -> None:
+    """Largest difference against the largest magnitude (at least 1)."""
+    found, wanted = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert found.shape == wanted.shape
+    scale = max(1.0, float(np.abs(wanted).max()))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=relative * scale)
+
+
+def test_sequence_with_padding_segments_and_boundaries() -> None:
+    x = make_inputs(0)
+    found = tpu.delta_rule(
+        *poison_padding(x), LENGTHS, SEGMENT_IDS, return_boundary_states=True, interpret=INTERPRET
+    )
+    expected = delta_rule.delta_rule(
+        *x, LENGTHS, SEGMENT_IDS, return_boundary_states=True, implementation="reference"
+    )
+    assert found[2].shape == (2, 2, 2, 16, 8)
+    for a, e in zip(found, expected, strict=True):
+        assert a.dtype == e.dtype == jnp.float32
+        assert_close(a, e, 1e-6)
+
+
+def test_gradient_equals_recurrence_in_float64() -> None:
+    x, weights = make_inputs(1), make_inputs(2)
+
+    def loss(implementation: Any, options: dict[str, Any], *x: jax.Array) -> jax.Array:
+        o, state, boundaries = implementation(
+            *x, LENGTHS, SEGMENT_IDS, return_boundary_states=True, **options
+        )
+        w_o, w_state = weights[2].astype(o.dtype), weights[5].astype(o.dtype)
+        # Different weights everywhere, so that no gradient cancels.
+        return jnp.sum(o * w_o) + jnp.sum(state * w_state) + jnp.sum(boundaries[:, 0] * w_state * w_state)
+
+    names = tuple(range(2, 8))
+    found = jax.grad(loss, argnums=names)(tpu.delta_rule, {"interpret": INTERPRET}, *poison_padding(x))
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(a, np.float64)) for a in x]
+        expected = jax.grad(loss, argnums=names)(
+            delta_rule.delta_rule, {"implementation": "reference"}, *wide
+        )
+        expected = [np.asarray(e) for e in expected]
+    for a, e in zip(found, expected, strict=True):
+        assert a.dtype == jnp.float32
+        assert_close(a, jnp.asarray(e, jnp.float32), 2e-6)
+
+
+@pytest.mark.slow
+def test_gradient_of_the_output_alone_in_bfloat16() -> None:
+    x = make_inputs(3, (1, 130, 3, 16, 16))
+    x = (*(a.astype(jnp.bfloat16) for a in x[:3]), *x[3:])
+
+    def loss(*x: jax.Array) -> jax.Array:
+        return jnp.sum(tpu.delta_rule(*x, interpret=INTERPRET)[0].astype(jnp.float32) ** 2)
+
+    def reference(*x: jax.Array) -> jax.Array:
+        return jnp.sum(delta_rule.delta_rule(*x, implementation="reference")[0].astype(jnp.float32) ** 2)
+
+    found, expected = (jax.grad(f, argnums=tuple(range(6)))(*x) for f in (loss, reference))
+    for a, e in zip(found, expected, strict=True):
+        assert a.dtype == e.dtype
+        # bfloat16 keeps 8 bits; the gradients are sums in float32, rounded once.
+        assert_close(a, e, 8e-3 if a.dtype == jnp.bfloat16 else 1e-3)
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_fixture(name: str) -> None:
+    data = {key: jnp.asarray(value) for key, value in load_file(DATA / f"kda_op_{name}.safetensors").items()}
+    lengths, scale = data["lengths"], data["q"].shape[-1] ** -0.5
+    arrays = (data["q"] * scale, data["k"], data["v"], data["g"], data["beta"])
+    o, state = tpu.delta_rule(*arrays, data.get("initial_state"), lengths, interpret=INTERPRET)
+    valid = np.arange(o.shape[1])[None, :, None, None] < np.asarray(lengths)[:, None, None, None]
+    np.testing.assert_allclose(o, np.where(valid, data["o"], 0.0), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(state, data["final_state"], rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_more_heads_than_a_block_holds() -> None:
+    # 17 heads are three blocks of 8, the last mostly beyond the array.
+    x = make_inputs(4, (1, 65, 17, 8, 8))
+    found = tpu.delta_rule(*x, interpret=INTERPRET)
+    expected = delta_rule.delta_rule(*x, implementation="reference")
+    for a, e in zip(found, expected, strict=True):
+        assert_close(a, e, 1e-6)
+
+
+@pytest.mark.slow
+def test_repeated_keys_without_decay() -> None:
+    # The triangular system is as far from the identity as it gets: every key equal, full writing strength.
+    q, k, v, log_decay, beta, state = make_inputs(5, (1, 128, 1, 16, 16))
+    k, beta = jnp.broadcast_to(k[:, :1], k.shape), jnp.ones_like(beta)
+    x = (q, k, v, jnp.zeros_like(log_decay), beta, state)
+    found = tpu.delta_rule(*x, interpret=INTERPRET)
+    for a, e in zip(found, delta_rule.delta_rule(*x, implementation="reference"), strict=True):
+        assert_close(a, e, 2e-6)
+
+
+def test_segment_map() -> None:
+    _, k, v, log_decay, beta, _ = make_inputs(6)
+    found = tpu.segment_map(k, v, log_decay, beta, LENGTHS, interpret=INTERPRET)
+    expected = delta_rule.segment_map(k, v, log_decay, beta, LENGTHS, implementation="reference")
+    for a, e in zip(found, expected, strict=True):
+        assert_close(a, e, 1e-6)
+
+
+def test_step() -> None:
+    *token, state = make_inputs(7, (3, 1, 2, 16, 8))
+    token = [a[:, 0] for a in token]
+    found = tpu.step(*token, state, interpret=INTERPRET)
+    for a, e in zip(found, delta_rule.step(*token, state, implementation="reference"), strict=True):
+        assert_close(a, e, 1e-6)
+
+
+def fused_inputs(batch: int, heads: int, size: int, low: Any) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(8)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    return {
+        "x": normal(batch, 3, heads, size).astype(low),
+        "window": normal(batch, 3, 3, heads, size).astype(low),
+        "taps": normal(4, 3, heads, size),
+        "log_decay": -jnp.abs(normal(batch, heads, size)),
+        "beta": jax.nn.sigmoid(normal(batch, heads)),
+        "gate": normal(batch, heads, size).astype(low),
+        "norm_weight": normal(size),
+        "state": normal(batch, heads, size, size),
+    }
+
+
+def test_fused_step_leaves_inactive_rows_alone() -> None:
+    x = fused_inputs(3, 2, 128, jnp.bfloat16)
+    active = jnp.asarray([True, False, True])
+    expected = delta_rule.fused_step(**x, active=active, implementation="reference")
+    poisoned = x | {name: x[name].at[1].set(jnp.nan) for name in ("x", "log_decay", "beta", "gate")}
+    found = tpu.fused_step(*poisoned.values(), active, interpret=INTERPRET)
+    np.testing.assert_array_equal(found[1][1], x["state"][1])
+    np.testing.assert_array_equal(found[2], expected[2])
+    np.testing.assert_array_equal(found[0][1], 0.0)
+    # One rounding to bfloat16 of the same numbers, give or take their last float32 bit.
+    assert_close(found[0], expected[0], 4e-3)
+    assert_close(found[1], expected[1], 1e-6)
+
+
+@pytest.mark.parametrize("active", [None, [True, False]])
+def test_fused_step_of_xla_equals_reference(active: list[bool] | None) -> None:
+    x = fused_inputs(2, 2, 16, jnp.float32)
+    rows = None if active is None else jnp.asarray(active)
+    found = delta_rule.fused_step(**x, active=rows)
+    for a, e in zip(found, delta_rule.fused_step(**x, active=rows, implementation="reference"), strict=True):
+        assert_close(a, e, 2e-6)
+
+
+def test_fused_step_is_the_definition() -> None:
+    x = fused_inputs(1, 1, 8, jnp.float32)
+    y, state, window = delta_rule.fused_step(**x, norm_epsilon=0.25, implementation="reference")
+    a = {
+        name: np.asarray(value, np.float64)[0]
+        for name, value in x.items()
+        if name not in ("taps", "norm_weight")
+    }
+    inputs = np.concatenate([a["window"], a["x"][None]])
+    sums = (inputs * np.asarray(x["taps"], np.float64)).sum(axis=0)
+    q, k, v = (sums / (1 + np.exp(-sums)))[:, 0]
+    q, k = (u / np.sqrt((u * u).sum() + 1e-6) for u in (q, k))
+    decayed = np.exp(a["log_decay"][0])[:, None] * a["state"][0]
+    expected = decayed + np.outer(k, a["beta"][0] * (v - decayed.T @ k))
+    o = expected.T @ (q * 8**-0.5)
+    o = o / np.sqrt((o * o).mean() + 0.25) * np.asarray(x["norm_weight"]) / (1 + np.exp(-a["gate"][0]))
+    np.testing.assert_allclose(state[0, 0], expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(y[0, 0], o, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(window[0], inputs[1:].astype(np.float32))
+
+
+def test_what_the_kernels_refuse() -> None:
+    x = fused_inputs(1, 1, 16, jnp.float32)
+    with pytest.raises(NotImplementedError, match="multiples of 128 and got 16"):
+        delta_rule.fused_step(**x, implementation="tpu")
+    with jax.enable_x64(True):
+        wide = make_inputs(9, (1, 2, 1, 4, 4), np.float64)
+        with pytest.raises(NotImplementedError, match="float64"):
+            delta_rule.delta_rule(*wide, implementation="tpu")
+
+
+def test_fused_step_names_the_argument_that_does_not_fit() -> None:
+    x = fused_inputs(1, 1, 16, jnp.float32)
+    with pytest.raises(ValueError, match=r"window of shape \(1, 2, 3, 1, 16\), expected \[1, 3, 3, 1, 16\]"):
+        delta_rule.fused_step(**x | {"window": x["window"][:, 1:]})
+    with pytest.raises(ValueError, match=r"x of shape \(1, 2, 1, 16\)"):
+        delta_rule.fused_step(**x | {"x": x["x"][:, :2]})
