@@ -193,7 +193,7 @@ def encode_conversation(tokenizer: Tokenizer, conversation: Conversation) -> tup
 
 KINDS = ("questions", "tools", "pictures")
 STRINGS = ("reversal", "counting")
-"""Families of the kind `strings`: what a miniature learns, questions of two families alone."""
+"""Families of the kind `strings`, questions of two families alone: what a miniature learns."""
 MAX_PICTURES = 4
 
 

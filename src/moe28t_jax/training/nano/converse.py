@@ -30,7 +30,7 @@ from moe28t_jax.config import ModelConfig
 from moe28t_jax.model.network import Inputs, project_logits, run
 from moe28t_jax.model.parameters import Parameters, initialize
 from moe28t_jax.model.vision import encode_images
-from moe28t_jax.training.nano.conversations import KINDS, draw_conversation, picture_patches
+from moe28t_jax.training.nano.conversations import draw_conversation, picture_patches
 from moe28t_jax.training.nano.corpus import load_corpus
 from moe28t_jax.training.nano.optimization import (
     Flat,
@@ -328,9 +328,6 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--seed", type=int, default=Settings.seed)
-    parser.add_argument(
-        "--rows", help="kinds of a step's rows by commas: questions, strings, tools, pictures, text"
-    )
     parser.add_argument("--no-effort-text", action="store_true", help="never name the effort: a control")
     parser.add_argument(
         "--miniature", action="store_true", help="four layers, strings alone: for comparisons"
@@ -341,13 +338,6 @@ def main() -> None:
         settings = replace(
             settings, rows=("strings",) * 8, length=256, tower_steps=0, muon_learning_rate=8e-3
         )
-    if arguments.rows:
-        settings = replace(settings, rows=tuple(arguments.rows.split(",")))
-        unknown = sorted(set(settings.rows) - {*KINDS, "strings", "text"})
-        if unknown:
-            parser.error(
-                f"--rows has {', '.join(unknown)}; the kinds are questions, strings, tools, pictures, text."
-            )
     print(train(settings, arguments.output, chat_config(arguments.miniature), arguments.start))
 
 
