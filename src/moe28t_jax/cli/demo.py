@@ -53,7 +53,9 @@ def run_demo(options: argparse.Namespace) -> int:
 
     _heading(show, "3. A tool is used")
     tools = {"tools": specifications(DEMO_TOOLS)}
-    found["tool"] = _ask(model, options.tool_question, tools, printer, execute=Toolbox(files=DEMO_FILES).execute)
+    found["tool"] = _ask(
+        model, options.tool_question, tools, printer, execute=Toolbox(files=DEMO_FILES).execute
+    )
     if options.json:
         print(json_text(found))
     if not sees:
