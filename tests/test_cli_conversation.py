@@ -548,7 +548,7 @@ def test_the_demonstration_has_three_parts(capsys, seeing, shown) -> None:
     shown.answers = [SIMPLE, SIMPLE, CALLING, {"role": "assistant", "reasoning": "", "content": "It is 6."}]
     assert main(["demo", "--prompt", "def f(", "--tool-question", "2*3?"]) == 0
     assert shown[0] == "def f(" and shown[1].count("<|media_pad|>") == 16 and seeing == [(1, 8, 8)]
-    tools = {"tools": specifications(["calc"]), "thinking_effort": "max"}
+    tools = {"tools": specifications(["read"]), "thinking_effort": "max"}
     assert shown[3] == prompt_of([says("2*3?"), CALLING, {"role": "tool", "content": "6"}], **tools)
     out = capsys.readouterr().out
     for part in (

@@ -20,13 +20,10 @@ from moe28t_jax.chat import (
     prepare_image,
     render,
 )
+from moe28t_jax.chat.effort import THINKING_FIELDS
 from moe28t_jax.config import ModelConfig
 
 _REQUEST_FIELDS = ("tools", "tool_choice", "response_format")
-_THINKING_FIELDS = (
-    "reasoning_effort", "reasoning", "effort", "thinking", "thinking_budget", "thinking_effort", "enable_thinking",
-    "chat_template_kwargs",
-)  # fmt: skip
 STUB_TOKENS = 3
 """Opening of the think or response channel at the end of a prompt, which usage does not count."""
 
@@ -132,7 +129,7 @@ def read_conversation(
         if not thinking and effort != "none":
             raise ValueError(f"effort is {effort!r} with thinking=False; leave out one of the two.")
     if effort is not None or not thinking:
-        for name in _THINKING_FIELDS:
+        for name in THINKING_FIELDS:
             if request.get(name) is not None:
                 raise ValueError(
                     f"effort or thinking is given beside a request that holds {name}; decide it in one place."

@@ -6,6 +6,11 @@ from typing import Any
 from moe28t_jax.chat.strict_json import expect_object, fail, show
 
 EFFORTS = ("low", "high", "max")
+THINKING_FIELDS = (
+    "reasoning_effort", "reasoning", "effort", "thinking", "thinking_budget", "thinking_effort", "enable_thinking",
+    "chat_template_kwargs",
+)  # fmt: skip
+"""Fields of a request that say whether and how much to think."""
 _MAY_BE_NONE = ("effort", "reasoning.effort")
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from moe28t_jax.chat.effort import THINKING_FIELDS
 from moe28t_jax.cli.answering import Printer, converse
 from moe28t_jax.cli.common import (
     Clock,
@@ -157,7 +158,7 @@ def _request(options: argparse.Namespace) -> dict[str, Any]:
         messages.append({"role": "user", "content": options.chat})
     request["messages"] = messages
     if options.effort is not None:
-        for name in ("thinking", "thinking_budget", "chat_template_kwargs", "reasoning_effort"):
+        for name in THINKING_FIELDS:
             if request.get(name) is not None:
                 fail(f"--effort is given beside a request that holds {name}; decide it in one place.")
         request["reasoning_effort"] = options.effort
@@ -202,11 +203,9 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 def check_sampling(values: Mapping[str, Any]) -> None:
     """ValueError for sampling values that no model takes."""
-    from moe28t_jax.config import ModelConfig
-    from moe28t_jax.engine import check_generation
+    from moe28t_jax.engine import check_sampling
 
-    # Of a configuration only the limits matter here, and a prompt of one token is within those of any.
-    check_generation(ModelConfig.preset("nano"), [0], **{"max_new_tokens": 1, **values})
+    check_sampling(**values)
 
 
 def summary(result: Any, clock: Clock) -> str:

@@ -29,6 +29,29 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
+def check_sampling(
+    max_new_tokens: int = 1, temperature: float = 0.0, top_p: float = 1.0, seed: int | None = None
+) -> None:
+    """Raise ValueError, in a sentence, for values that no model takes."""
+    for name, value, kind in (
+        ("max_new_tokens", max_new_tokens, Integral),
+        ("temperature", temperature, Real),
+        ("top_p", top_p, Real),
+        ("seed", seed, Integral | None),
+    ):
+        if isinstance(value, bool) or not isinstance(value, kind):
+            number = "whole number" if kind is not Real else "number"
+            raise ValueError(f"{name} is {value!r}; it must be a {number}: pass it without quotes.")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
+    if not 0 <= temperature <= _MAX_TEMPERATURE:
+        raise ValueError(f"temperature is {temperature}; it must be 0 (greedy) to {_MAX_TEMPERATURE:g}.")
+    if seed is not None and not 0 <= seed < _SEEDS:
+        raise ValueError(f"seed is {seed}; it must be a whole number from 0 to {_SEEDS - 1}.")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1.")
+
+
 def check_generation(
     config: ModelConfig,
     prompt_ids: Sequence[int],
@@ -50,23 +73,7 @@ def check_generation(
             f"The prompt has {len(prompt_ids)} tokens and the context holds {limit}; shorten it or load the model "
             "with a larger max_context."
         )
-    for name, value, kind in (
-        ("max_new_tokens", max_new_tokens, Integral),
-        ("temperature", temperature, Real),
-        ("top_p", top_p, Real),
-        ("seed", seed, Integral | None),
-    ):
-        if isinstance(value, bool) or not isinstance(value, kind):
-            number = "whole number" if kind is not Real else "number"
-            raise ValueError(f"{name} is {value!r}; it must be a {number}: pass it without quotes.")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
-    if not 0 <= temperature <= _MAX_TEMPERATURE:
-        raise ValueError(f"temperature is {temperature}; it must be 0 (greedy) to {_MAX_TEMPERATURE:g}.")
-    if seed is not None and not 0 <= seed < _SEEDS:
-        raise ValueError(f"seed is {seed}; it must be a whole number from 0 to {_SEEDS - 1}.")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p}; it must be above 0 and at most 1.")
+    check_sampling(max_new_tokens, temperature, top_p, seed)
 
 
 def generate_ids(

@@ -28,7 +28,7 @@ class Inputs:
 
     token_ids: int32 [B, T]. lengths: int32 [B], how many of them are real (None: all). image_features: [N, D]
     rows that replace the embeddings at the media pad tokens of this call, in reading order of the batch; more rows
-    than tokens are allowed (padding), a token without a row becomes NaN.
+    than tokens are padding and a token without a row becomes NaN inside a compiled program; elsewhere both are refused.
     """
 
     token_ids: Any
@@ -358,8 +358,8 @@ def forward(
         `image_features`.
     cache: from `init_cache` or an earlier call; it continues at each row's own length, so prefill, chunked
         prefill and decode are this one function with other shapes. A call with more tokens than the cache holds
-        is refused; how full each row is depends on values, so the caller keeps count (the engine does): tokens
-        that no longer fit are not kept.
+        is refused, and so is a row that would overflow where values are known; inside a compiled program they are
+        not, so the caller keeps count (the engine does): tokens that no longer fit are not kept.
     logits: `all` gives [B, T, V], `last` only each row's last real token, [B, V]. float32 (float64).
     """
     if isinstance(inputs, Mapping):
