@@ -99,3 +99,12 @@ def test_declarations_are_of_the_openai_shape():
     assert len(specifications()) == len(TOOLS)
     with pytest.raises(ValueError, match="There is no tool 'fly'; the tools are"):
         specifications(["fly"])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("get", {"key": 10**5000}), ("get", None), ([], {}), ("x" * 10**6, {}), ("get", {"x" * 10**6: 1})],
+    ids=["huge integer", "no arguments", "no name", "long name", "long key"],
+)
+def test_what_is_no_call_gets_a_short_sentence(name, arguments):
+    assert len(Toolbox().execute(name, arguments)) < 300

@@ -15,6 +15,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from moe28t_jax.chat.strict_json import show
+
 MAX_EXPRESSION = 200
 MAX_TEXT = 10_000
 MAX_ENTRIES = 1_000
@@ -63,16 +65,17 @@ class Toolbox:
         self.store: dict[str, Any] = dict(store or {})
         self.files: dict[str, str] = dict(files or {})
 
-    def execute(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def execute(self, name: Any, arguments: Any) -> str:
         """Run one call; the result as text, or a sentence that says what is wrong with the call."""
-        if name not in _PARAMETERS:
-            return f"There is no tool {name!r}; the tools are {', '.join(TOOLS)}."
+        if not isinstance(name, str) or name not in _PARAMETERS:
+            return f"There is no tool {show(name)}; the tools are {', '.join(TOOLS)}."
         expected = _PARAMETERS[name]
-        if set(arguments) != set(expected):
-            return f"{name} takes the arguments {list(expected)}, not {list(arguments)}."
+        if not isinstance(arguments, Mapping) or set(arguments) != set(expected):
+            given = list(arguments) if isinstance(arguments, Mapping) else arguments
+            return f"{name} takes the arguments {list(expected)}, not {show(given)}."
         for key, schema in expected.items():
             if schema.get("type") == "string" and not isinstance(arguments[key], str):
-                return f"The argument {key} of {name} must be a string, not {arguments[key]!r:.60}."
+                return f"The argument {key} of {name} must be a string, not {show(arguments[key])}."
         try:
             # Every value is JSON and small, whatever the tool does with it.
             if len(json.dumps(dict(arguments), allow_nan=False)) > MAX_TEXT:

@@ -188,7 +188,7 @@ ANIMATED = encoded(
         (bomb(12_000, 10_000), "more than 80,000,000 pixels"),
         (bomb(60_000, 60_000), "more than 80,000,000 pixels"),
         (bomb(70_000, 2), "70000 x 2 pixels"),
-        (ANIMATED, "has 2 frames and one is read"),
+        (ANIMATED, "has more than one frame and one is read"),
         (Image.new("I;16", (5, 5)), "more than 8 bits"),
         (Image.new("F", (5, 5)), "more than 8 bits"),
         (np.zeros((0, 5, 3), np.uint8), "5 x 0 pixels; expected at least one"),
@@ -294,3 +294,8 @@ def test_prompt() -> None:
     prompt = image_prompt((75, 52), 3)
     pads = "<|media_pad|><|media_pad|><|media_pad|>"
     assert prompt == f"<|media_begin|>image 75x52<|media_content|>{pads}<|media_end|>"
+
+
+def test_text_pictures_are_no_format_since_their_comments_take_quadratic_time():
+    with pytest.raises(ValueError, match="is no image that can be read"):
+        open_image(b"P3\n10 10\n255\n" + b"#\n" * 500_000)

@@ -355,9 +355,18 @@ MISTAKES = {
         {"messages": [USER, {"role": "assistant", "content": "x", "reasoning_details": [{"text": "y"}]}]},
         "messages[1].reasoning_details is ",
     ),
+    "argument of thousands of digits": (
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": 10**5000}}]},
+            ]
+        },
+        "messages[1].tool_calls[0].arguments['x'] is int with thousands of digits",
+    ),
     "thousands of digits": (
         {"messages": [{"role": "user", "content": 10**5000}]},
-        "messages[0].content is an int",
+        "messages[0].content is int with thousands of digits",
     ),
     "effort": (request(reasoning_effort="medium"), "reasoning_effort is 'medium'"),
     "effort type": (request(reasoning_effort=["low"]), "reasoning_effort is ['low']"),

@@ -89,3 +89,11 @@ def test_a_full_row_is_refused_where_its_fullness_is_known():
 def test_padding_may_hold_any_id():
     ids = np.where(IDS == 9, 9999, IDS)
     m.forward(PARAMETERS, {"token_ids": ids, "lengths": np.array([4, 5])}, init_cache(CONFIG, 2, 8), CONFIG)
+
+
+def test_lengths_beyond_int32_do_not_wrap():
+    whole = m.forward(PARAMETERS, {"token_ids": IDS[:1]}, init_cache(CONFIG, 1, 8), CONFIG, "last")[0]
+    wide = {"token_ids": IDS[:1], "lengths": np.array([2**32 + 1])}
+    np.testing.assert_array_equal(
+        m.forward(PARAMETERS, wide, init_cache(CONFIG, 1, 8), CONFIG, "last")[0], whole
+    )

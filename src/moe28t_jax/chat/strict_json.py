@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 MAX_DEPTH = 200
+# What Python converts to text without being asked to lift its limit.
+_MAX_INTEGER = 10**4300
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
@@ -17,7 +19,7 @@ def show(value: object) -> str:
     try:
         return _REPR.repr(value)
     except ValueError:  # Python refuses to write whole numbers of thousands of digits
-        return f"an {type(value).__name__} of thousands of digits"
+        return f"{type(value).__name__} with thousands of digits"
 
 
 def fail(where: str, value: object, expected: str, remedy: str) -> NoReturn:
@@ -45,6 +47,8 @@ def check_json(value: object, where: str) -> None:
         elif isinstance(item, float):
             if not math.isfinite(item):
                 fail(place, item, "a finite number, as JSON has no other", "replace it by a number or null")
+        elif isinstance(item, int) and not -_MAX_INTEGER < item < _MAX_INTEGER:
+            fail(place, item, "a whole number of at most 4,300 digits", "write it as text")
         elif item is not None and not isinstance(item, bool | int | str):
             fail(
                 place, item, "a JSON value", "convert it to text, numbers, booleans, null, lists and objects"

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, NotImplementedError, FileNotFoundError, PermissionError, IsADirectoryError) as error:
         print(f"moe28t {options.command}: {_sentence(error)}", file=sys.stderr)
         return 2
-    except OSError as error:
+    except (OSError, FloatingPointError) as error:
         print(f"moe28t {options.command}: {_sentence(error)}", file=sys.stderr)
         return 1
     except (RuntimeError, MemoryError) as error:
@@ -120,8 +120,8 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = add(
         "generate", run_generate, "continue a text, or answer a conversation",
-        ['--prompt "import os"', '--chat "What is 17 + 25?" --effort low', '--chat "What is shown?" --image a.png',
-         '--chat "Compute 12.5 * 8" --demo-tools', "--messages request.json --json"],
+        ['--prompt "import os"', '--chat "Add 4 7 and 3 8." --effort high', '--chat "Describe it." --image a.png',
+         '--chat "Read left8.txt." --demo-tools', "--messages request.json --json"],
         json_option, loaded, settings, sampled, talk,
     )  # fmt: skip
     generate.add_argument("--prompt", metavar="TEXT", help="text to continue; default standard input")

@@ -188,8 +188,15 @@ class Client:
 
     def _ask_for_result(self) -> None:
         calls = self._open_calls()
-        if calls:
-            self.say(f"What does {call_text(calls[0]['function'])} give? Write /result TEXT.")
+        if not calls:
+            return
+        called = calls[0]["function"]["name"]
+        declared = [tool["function"]["name"] for tool in self.tools or ()]
+        if called not in declared:
+            self.say(
+                f"The model called {called}, which is not among its tools ({', '.join(declared) or 'none'})."
+            )
+        self.say(f"What does {call_text(calls[0]['function'])} give? Write /result TEXT.")
 
     # -- commands ----------------------------------------------------------------------------------------------
     def _set_effort(self, value: str) -> None:

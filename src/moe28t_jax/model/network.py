@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from moe28t_jax.config import ModelConfig, Segment, segments
@@ -260,7 +261,9 @@ def _embed(
 def _lengths(inputs: Inputs, count: int) -> Int[Array, " B"]:
     if inputs.lengths is None:
         return jnp.full((len(inputs.token_ids),), count, jnp.int32)
-    return jnp.clip(jnp.asarray(inputs.lengths).astype(jnp.int32), 0, count)
+    # Clipped before the cast, which would wrap what int32 cannot hold.
+    lengths = inputs.lengths if isinstance(inputs.lengths, jax.Array) else np.asarray(inputs.lengths)
+    return jnp.asarray(lengths.clip(0, count)).astype(jnp.int32)
 
 
 def run(
