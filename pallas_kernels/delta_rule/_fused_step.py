@@ -41,7 +41,10 @@ def _composed(
         return c_BHK * jax.lax.rsqrt(jnp.sum(c_BHK * c_BHK, axis=-1, keepdims=True) + L2_EPSILON)
 
     u_BJ3HK = jnp.concatenate([window_BW3HK.astype(low), x_B3HK[:, None]], axis=1)
-    c_B3HK = jnp.sum(u_BJ3HK.astype(wide) * taps_J3HK[None].astype(wide), axis=1)
+    # In the order of the taps, as over a sequence.
+    c_B3HK: Any = sum(
+        u_BJ3HK[:, j].astype(wide) * taps_J3HK[j].astype(wide) for j in range(taps_J3HK.shape[0])
+    )
     c_B3HK = jax.nn.silu(c_B3HK).astype(low).astype(wide)
     q_BHK = (unit(c_B3HK[:, 0]) * x_B3HK.shape[-1] ** -0.5).astype(low)
     k_BHK = unit(c_B3HK[:, 1]).astype(low)

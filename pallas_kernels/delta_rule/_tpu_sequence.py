@@ -157,21 +157,49 @@ def _column_of(ref: Any, head: Any, chunk: Any) -> Array:
     return _chunk.to_column(part)
 
 
+def _for_heads(heads: int, pairs: int, body: Callable[[list[tuple[Any, Any]]], None]) -> None:
+    """`body` of some pairs of heads at a time; where there are not enough the last head stands in for those missing,
+    and all write the same results, computed from what was read before."""
+
+    def of_pairs(i: Any, carry: None) -> None:
+        first = 2 * pairs * i
+        body(
+            [
+                (jnp.minimum(first + j, heads - 1), jnp.minimum(first + j + 1, heads - 1))
+                for j in range(0, 2 * pairs, 2)
+            ]
+        )
+        return carry
+
+    jax.lax.fori_loop(0, pl.cdiv(heads, 2 * pairs), of_pairs, None)
+
+
+def _below_each_other(read: Callable[[Any], Array], pair: tuple[Any, ...]) -> Array:
+    return jnp.concatenate([read(head) for head in pair], axis=0)
+
+
 def _chunk_inputs(
-    refs: Mapping[str, Any], head: Any, chunk: Any, left: Any
+    refs: Mapping[str, Any], pair: tuple[Any, ...], chunk: Any, left: Any
 ) -> tuple[Array | None, Array, Array, Array, Array]:
-    """One head's q, k, v, log_decay and beta in float32, neutral from token `left` on."""
-    q, k, v, log_decay = (
-        _neutral_from(refs[name][0, head].astype(jnp.float32), left) if name in refs else None
-        for name in "qkvg"
-    )
-    assert k is not None and v is not None and log_decay is not None
+    """A pair's q, k, v, log_decay and beta in float32, the heads below each other, neutral from token `left` on."""
+
+    def tokens(name: str) -> Array:
+        return _below_each_other(
+            lambda head: _neutral_from(refs[name][0, head].astype(jnp.float32), left), pair
+        )
+
     # -inf is a valid decay, but not a valid addend: a select's product with it is NaN.
-    log_decay = jnp.maximum(log_decay, jnp.float32(_chunk.SMALLEST_LOG_DECAY))
+    log_decay = jnp.maximum(tokens("g"), jnp.float32(_chunk.SMALLEST_LOG_DECAY))
     if "reset" in refs:
-        reset = _column_of(refs["reset"], 0, chunk) > 0.0
+        reset = _below_each_other(lambda _: _column_of(refs["reset"], 0, chunk), pair) > 0.0
         log_decay = jnp.where(reset, jnp.float32(_chunk.SMALLEST_LOG_DECAY), log_decay)
-    return q, k, v, log_decay, _neutral_from(_column_of(refs["beta"], head, chunk), left)
+    beta = _below_each_other(lambda head: _neutral_from(_column_of(refs["beta"], head, chunk), left), pair)
+    return tokens("q") if "q" in refs else None, tokens("k"), tokens("v"), log_decay, beta
+
+
+def _is_split(refs: Mapping[str, Any]) -> bool:
+    """Whether products may be rounded to 16 bits: where inputs of 8 went in."""
+    return all(refs[name].dtype == jnp.bfloat16 for name in "qkv" if name in refs)
 
 
 def _forward_kernel(grid: _Grid, as_map: bool, lengths_ref: Any, refs: dict[str, Any]) -> None:
@@ -191,17 +219,21 @@ def _forward_kernel(grid: _Grid, as_map: bool, lengths_ref: Any, refs: dict[str,
         else:
             state_ref[...] = refs["initial"][...]
 
-    def one_head(head: Any, carry: None) -> None:
-        q, k, v, log_decay, beta = _chunk_inputs(refs, head, n, left)
-        if as_map:
-            v = jnp.concatenate([jnp.zeros((CHUNK_SIZE, grid.key_dim), jnp.float32), v], axis=1)
-        state, o = _chunk.advance(state_ref[0, head], q, k, v, log_decay, beta)
-        state_ref[0, head] = state
-        if o is not None:
-            refs["o"][0, head] = o.astype(refs["o"].dtype)
-        return carry
+    def advance(heads: list[tuple[Any, Any]]) -> None:
+        pairs = []
+        for pair in heads:
+            q, k, v, log_decay, beta = _chunk_inputs(refs, pair, n, left)
+            if as_map:
+                v = jnp.concatenate([jnp.zeros((k.shape[0], grid.key_dim), jnp.float32), v], axis=1)
+            states = state_ref[0, pair[0]], state_ref[0, pair[1]]
+            pairs.append(_chunk.Pair(states, q, k, v, log_decay, beta))
+        for pair, (states, o) in zip(heads, _chunk.advance(pairs, _is_split(refs)), strict=True):
+            for i, head in enumerate(pair):
+                state_ref[0, head] = states[i]
+                if o is not None:
+                    refs["o"][0, head] = o[i * CHUNK_SIZE : (i + 1) * CHUNK_SIZE].astype(refs["o"].dtype)
 
-    jax.lax.fori_loop(0, grid.block_heads, one_head, None)
+    _for_heads(grid.block_heads, 2 if grid.block_heads > 2 else 1, advance)
     if "boundaries" in refs:
         refs["boundaries"][0] = state_ref[...]
 
@@ -270,25 +302,33 @@ def _backward_kernel(grid: _Grid, lengths_ref: Any, refs: dict[str, Any]) -> Non
     if "ct_boundaries" in refs:
         ct_state_ref[...] += refs["ct_boundaries"][0]
 
-    def one_head(head: Any, carry: None) -> None:
-        state = jnp.where(is_first_chunk, refs["initial"][0, head], refs["before"][0, 0, head])
-        _, pullback = jax.vjp(_chunk.advance, state, *_chunk_inputs(refs, head, chunk, left))
-        ct_o = _neutral_from(refs["ct_o"][0, head].astype(jnp.float32), left)
-        ct_state, *ct_tokens, ct_beta = pullback((ct_state_ref[0, head], ct_o))
-        ct_state_ref[0, head] = ct_state
-        for name, ct in zip("qkvg", ct_tokens, strict=True):
-            # A neutral token still has a gradient towards what it is not.
-            ref = refs[f"ct_{name}"]
-            ref[0, head] = _neutral_from(ct, left).astype(ref.dtype)
-        row = _chunk.to_row(_neutral_from(ct_beta, left))
-        ct_beta_ref = refs["ct_beta"]
-        lane = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
-        here = (lane & -CHUNK_SIZE) == (chunk & (_PARTS - 1)) * CHUNK_SIZE
-        others = ct_beta_ref[0, pl.ds(head, 1)]
-        ct_beta_ref[0, pl.ds(head, 1)] = jnp.where(here, jnp.concatenate([row] * _PARTS, axis=1), others)
-        return carry
+    def pull_back(heads: list[tuple[Any, Any]]) -> None:
+        (pair,) = heads
+        states = tuple(
+            jnp.where(is_first_chunk, refs["initial"][0, head], refs["before"][0, 0, head]) for head in pair
+        )
+        inputs = _chunk.Pair(states, *_chunk_inputs(refs, pair, chunk, left))
+        _, pullback = jax.vjp(lambda x: _chunk.advance([x], _is_split(refs))[0], inputs)
+        ct_o = _below_each_other(
+            lambda head: _neutral_from(refs["ct_o"][0, head].astype(jnp.float32), left), pair
+        )
+        ((ct_states, *ct_tokens, ct_beta),) = pullback((tuple(ct_state_ref[0, head] for head in pair), ct_o))
+        rows = [slice(i * CHUNK_SIZE, (i + 1) * CHUNK_SIZE) for i in range(len(pair))]
+        # Where both are one head, its row of beta's gradient is read before it is written, too.
+        others = [refs["ct_beta"][0, pl.ds(head, 1)] for head in pair]
+        for i, head in enumerate(pair):
+            ct_state_ref[0, head] = ct_states[i]
+            for name, ct in zip("qkvg", ct_tokens, strict=True):
+                # A neutral token still has a gradient towards what it is not.
+                ref = refs[f"ct_{name}"]
+                ref[0, head] = _neutral_from(ct[rows[i]], left).astype(ref.dtype)
+            row = _chunk.to_row(_neutral_from(ct_beta[rows[i]], left))
+            lane = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+            here = (lane & -CHUNK_SIZE) == (chunk & (_PARTS - 1)) * CHUNK_SIZE
+            merged = jnp.where(here, jnp.concatenate([row] * _PARTS, axis=1), others[i])
+            refs["ct_beta"][0, pl.ds(head, 1)] = merged
 
-    jax.lax.fori_loop(0, grid.block_heads, one_head, None)
+    _for_heads(grid.block_heads, 1, pull_back)
 
 
 def backward(

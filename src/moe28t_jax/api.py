@@ -344,7 +344,7 @@ def load(
     vision: load the image tower, if there is one; without it the model reads text only.
 
     Raises `moe28t_jax.CheckpointError` (a ValueError) when the folder is damaged or does not fit its
-    configuration, ValueError for an unsupported configuration.
+    configuration, FileNotFoundError when there is none, ValueError for an unsupported configuration.
     """
     if mesh is not None:
         raise NotImplementedError("Loading onto a mesh is not supported by this version; pass mesh=None.")
@@ -358,6 +358,11 @@ def load(
         raise ValueError(
             f"{text!r} is a preset without weights (only nano ships with the package); give the folder of a "
             f"checkpoint, or look at it with ModelConfig.preset({text!r}) or `moe28t inspect {text}`."
+        )
+    if not folder.exists():
+        raise FileNotFoundError(
+            f"No such file or directory: {text!r}; give the path of a checkpoint, or 'nano' for the model that comes "
+            "with the package."
         )
     try:
         dtype = np.dtype(jnp.dtype(dtype))

@@ -108,10 +108,29 @@ def test_gradient_equals_recurrence_in_float64() -> None:
         assert_close(a, jnp.asarray(e, jnp.float32), 2e-6)
 
 
+def make_bfloat16(seed: int, shape: tuple[int, ...], bounded: bool) -> tuple[jax.Array, ...]:
+    """q, k and v in bfloat16. A bounded decay is at least exp(-5) per token, for which the kernel has a shorter way."""
+    x = make_inputs(seed, shape)
+    log_decay = jnp.maximum(x[3], -5.0) if bounded else x[3]
+    return (*(a.astype(jnp.bfloat16) for a in x[:3]), log_decay, *x[4:])
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_products_of_bfloat16_lose_little(bounded: bool) -> None:
+    # Five heads: two pairs at a time, and the last one alone.
+    x = make_bfloat16(4, (1, 66, 5, 16, 16), bounded)
+    o, state = tpu.delta_rule(*x, interpret=INTERPRET)
+    wide = [a.astype(jnp.float32) for a in x]
+    expected_o, expected_state = delta_rule.delta_rule(*wide, implementation="reference")
+    # The state is float32, from products of 16 bits; o is rounded to bfloat16.
+    assert_close(state, expected_state, 3e-5)
+    assert_close(o, expected_o, 4e-3)
+
+
 @pytest.mark.slow
-def test_gradient_of_the_output_alone_in_bfloat16() -> None:
-    x = make_inputs(3, (1, 130, 3, 16, 16))
-    x = (*(a.astype(jnp.bfloat16) for a in x[:3]), *x[3:])
+@pytest.mark.parametrize("bounded", [True, False])
+def test_gradient_of_the_output_alone_in_bfloat16(bounded: bool) -> None:
+    x = make_bfloat16(3, (1, 130, 3, 16, 16), bounded)
 
     def loss(*x: jax.Array) -> jax.Array:
         return jnp.sum(tpu.delta_rule(*x, interpret=INTERPRET)[0].astype(jnp.float32) ** 2)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 MAX_DEPTH = 200
+MAX_VALUES = 1_000_000
 # What Python converts to text without being asked to lift its limit.
 _MAX_INTEGER = 10**4300
 
@@ -29,10 +30,19 @@ def fail(where: str, value: object, expected: str, remedy: str) -> NoReturn:
 
 def check_json(value: object, where: str) -> None:
     """Raise ValueError for what JSON cannot hold: other types, keys that are not text, NaN and infinities,
-    more than 200 levels (which includes a container that holds itself)."""
+    more than 200 levels (which includes a container that holds itself), more than a million values (which
+    includes a few containers that share each other many times)."""
     pending: list[tuple[object, str, int]] = [(value, where, 0)]
+    count = 1
     while pending:
         item, place, depth = pending.pop()
+        if isinstance(item, Mapping | list | tuple):
+            count += len(item)
+        if count > MAX_VALUES:
+            raise ValueError(
+                f"{where} holds more than {MAX_VALUES:,} values; expected a JSON value that fits a request: "
+                "shorten it."
+            )
         if depth > MAX_DEPTH:
             raise ValueError(
                 f"{where} is nested deeper than {MAX_DEPTH} levels; expected a JSON value: flatten it."

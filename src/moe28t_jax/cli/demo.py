@@ -35,6 +35,7 @@ def run_demo(options: argparse.Namespace) -> int:
 
     _heading(show, "1. A text is continued")
     if show:
+        print("(The first token takes a while: the model is compiled.)", file=sys.stderr, flush=True)
         print(harmless(options.prompt, sys.stdout), end="", flush=True)
     text = []
     for chunk in model.stream(options.prompt, **TEXT_OPTIONS):

@@ -86,26 +86,43 @@ def kda_attention(
             gate_BTC = linear(x_BTD, parameters["g_proj"])
         else:
             gate_BTC = linear(linear(x_BTD, parameters["g_a_proj"]), parameters["g_b_proj"])
-    with jax.named_scope("kda_convolution"):
-        u_BTC, window_BWC = short_convolution(read(cache.window_BWC, repeat), u_BTC, taps_JC, lengths_B)
-        q_BTC, k_BTC, v_BTC = jnp.split(u_BTC, 3, axis=-1)
-        q_BTHK = (l2_norm(q_BTC.reshape(heads)) * kda.head_dim**-0.5).astype(x_BTD.dtype)
-        k_BTHK = l2_norm(k_BTC.reshape(heads)).astype(x_BTD.dtype)
-    with jax.named_scope("kda_delta_rule"):
-        o_BTHV, state_BHKV, *_ = delta_rule.delta_rule(
-            q_BTHK,
-            k_BTHK,
-            v_BTC.reshape(heads),
-            decay_BTHK,
-            beta_BTH,
-            read(cache.state_BHKV, repeat),
-            lengths_B,
-        )
+    window_BWC, state_BHKV = read(cache.window_BWC, repeat), read(cache.state_BHKV, repeat)
+    if count == 1:
+        by_head = (-1, 3, kda.num_heads, kda.head_dim)
+        with jax.named_scope("kda_step"):
+            gated_BHV, state_BHKV, window_BW3HK = delta_rule.fused_step(
+                u_BTC.reshape(by_head),
+                window_BWC.reshape(batch, *by_head),
+                taps_JC.reshape(by_head),
+                decay_BTHK[:, 0],
+                beta_BTH[:, 0],
+                gate_BTC.reshape(heads)[:, 0],
+                parameters["o_norm"],
+                state_BHKV,
+                lengths_B > 0,
+                config.rms_norm_eps,
+            )
+            gated_BTC, window_BWC = (
+                gated_BHV.reshape(batch, 1, kda.size),
+                window_BW3HK.reshape(window_BWC.shape),
+            )
+    else:
+        with jax.named_scope("kda_convolution"):
+            u_BTC, window_BWC = short_convolution(window_BWC, u_BTC, taps_JC, lengths_B)
+            q_BTC, k_BTC, v_BTC = jnp.split(u_BTC, 3, axis=-1)
+            q_BTHK = (l2_norm(q_BTC.reshape(heads)) * kda.head_dim**-0.5).astype(x_BTD.dtype)
+            k_BTHK = l2_norm(k_BTC.reshape(heads)).astype(x_BTD.dtype)
+        with jax.named_scope("kda_delta_rule"):
+            o_BTHV, state_BHKV, *_ = delta_rule.delta_rule(
+                q_BTHK, k_BTHK, v_BTC.reshape(heads), decay_BTHK, beta_BTH, state_BHKV, lengths_B
+            )
+        with jax.named_scope("kda_norm"):
+            gated_BTHV = gated_rms_norm(
+                o_BTHV, parameters["o_norm"], gate_BTC.reshape(heads), config.rms_norm_eps
+            )
+            gated_BTC = gated_BTHV.reshape(batch, count, kda.size)
     with jax.named_scope("kda_output"):
-        gated_BTHV = gated_rms_norm(
-            o_BTHV, parameters["o_norm"], gate_BTC.reshape(heads), config.rms_norm_eps
-        )
-        out_BTD = linear(gated_BTHV.reshape(batch, count, kda.size), parameters["o_proj"])
+        out_BTD = linear(gated_BTC, parameters["o_proj"])
     return out_BTD, KDACache(
         replace(cache.state_BHKV, repeat, state_BHKV), replace(cache.window_BWC, repeat, window_BWC)
     )

@@ -143,6 +143,9 @@ class SafetensorsFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        if self.path.exists() and not self.path.is_file():
+            # A named pipe would be waited for.
+            raise CheckpointError(self._broken("it is not a regular file"))
         try:
             with open(self.path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size

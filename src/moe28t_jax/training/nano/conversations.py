@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from moe28t_jax.chat import Tokenizer, render
-from moe28t_jax.chat.render import END_OF_MESSAGE
+from moe28t_jax.chat.render import CLOSE, END_OF_MESSAGE, OPEN, SEPARATOR
 from moe28t_jax.demo_tools import Toolbox, specifications
 from moe28t_jax.training.nano.pictures import QUESTIONS, Scene, draw_scene, image_prompt, paint, patches
 from moe28t_jax.training.nano.tasks import EFFORTS, FAMILIES, Question, draw_question, is_held_out
@@ -179,19 +179,27 @@ def written_by_assistant(pieces: list[tuple[str, bool]]) -> list[bool]:
     return result
 
 
-def encode_conversation(tokenizer: Tokenizer, conversation: Conversation) -> tuple[list[int], list[bool]]:
-    """Token ids of a whole conversation, and for each whether the assistant writes it."""
+def encode_conversation(
+    tokenizer: Tokenizer, conversation: Conversation, structure_weight: float = 1.0
+) -> tuple[list[int], list[float]]:
+    """Token ids of a whole conversation, and each one's weight: 1 for what the assistant writes, `structure_weight`
+    for the elements around it, 0 for what it reads."""
     pieces = conversation.pieces()
     ids: list[int] = []
-    written: list[bool] = []
+    weights: list[float] = []
+    in_element = False
     for (text, special), mine in zip(pieces, written_by_assistant(pieces), strict=True):
         encoded = tokenizer.encode(text, allowed_special=special)
         ids += encoded
-        written += [mine] * len(encoded)
-    return ids, written
+        # An element's name and attributes are plain pieces between its markers.
+        in_element = in_element or (text in (OPEN, CLOSE) and special)
+        weight = structure_weight if in_element or special else 1.0
+        weights += [weight if mine else 0.0] * len(encoded)
+        in_element = in_element and not (text == SEPARATOR and special)
+    return ids, weights
 
 
-KINDS = ("questions", "tools", "pictures")
+KINDS = ("questions", "tools", "calls", "pictures")
 STRINGS = ("reversal", "counting")
 """Families of the kind `strings`, questions of two families alone: what a miniature learns."""
 MAX_PICTURES = 4
@@ -202,7 +210,8 @@ def draw_turns(
 ) -> Iterator[tuple[list[dict[str, Any]], list[str], list[np.ndarray]]]:
     """Endless turns of one kind: their messages, the tools they need declared, the pictures they show.
 
-    Conversations with tools have questions that need none among them. A picture is asked about twice.
+    Conversations with tools have questions that need none among them, those of `calls` have not. A picture is asked
+    about twice.
     """
     families = STRINGS if kind == "strings" else tuple(FAMILIES)
     first = bool(random.integers(4) == 0)
@@ -210,7 +219,7 @@ def draw_turns(
         if kind in ("questions", "strings") or (kind == "tools" and first):
             family = families[random.integers(len(families))]
             yield question_turns(draw_question(random, family, held_out), effort), [], []
-        elif kind == "tools":
+        elif kind in ("tools", "calls"):
             family = TOOL_FAMILIES[random.integers(len(TOOL_FAMILIES))]
             task = draw_tool_task(random, family, held_out)
             yield tool_turns(task, effort), list(task.declared), []
@@ -230,15 +239,16 @@ def draw_conversation(
     length: int,
     effort_text: bool = True,
     held_out: bool = False,
-) -> tuple[Conversation, list[int], list[bool]]:
+    structure_weight: float = 1.0,
+) -> tuple[Conversation, list[int], list[float]]:
     """A conversation of at most `length` tokens and `MAX_PICTURES` pictures, with as many turns as fit, its ids and
-    who wrote them.
+    their weights (see `encode_conversation`).
 
     Without `effort_text` scratchpads still follow a drawn effort, but no message names it.
     """
     effort = EFFORTS[random.integers(len(EFFORTS))]
     named = effort if effort_text else None
-    best: tuple[Conversation, list[int], list[bool]] | None = None
+    best: tuple[Conversation, list[int], list[float]] | None = None
     messages: list[dict[str, Any]] = []
     declared: list[str] = []
     pictures: list[np.ndarray] = []
@@ -248,10 +258,10 @@ def draw_conversation(
         pictures = [*pictures, *shown]
         specified = specifications(declared) if declared else None
         conversation = Conversation(named, messages, specified, pictures)
-        ids, written = encode_conversation(tokenizer, conversation)
+        ids, weights = encode_conversation(tokenizer, conversation, structure_weight)
         if len(ids) > length or len(pictures) > MAX_PICTURES:
             break
-        best = conversation, ids, written
+        best = conversation, ids, weights
     if best is None:
         raise ValueError(f"No conversation of {kind} fits {length} tokens; make the rows longer.")
     return best

@@ -30,7 +30,7 @@ from moe28t_jax.config import ModelConfig
 from moe28t_jax.model.network import Inputs, project_logits, run
 from moe28t_jax.model.parameters import Parameters, initialize
 from moe28t_jax.model.vision import encode_images
-from moe28t_jax.training.nano.conversations import draw_conversation, picture_patches
+from moe28t_jax.training.nano.conversations import KINDS, draw_conversation, picture_patches
 from moe28t_jax.training.nano.corpus import load_corpus
 from moe28t_jax.training.nano.optimization import (
     Flat,
@@ -65,7 +65,8 @@ LOG = "conversation_log.jsonl"
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything a run depends on; written beside the result. `rows` are a step's rows by kind."""
+    """Everything a run depends on; written beside the result. `rows` are a step's rows by kind; the weights are of
+    the loss of library text, and of the elements around what the assistant says."""
 
     steps: int = 560
     seed: int = 0
@@ -73,6 +74,7 @@ class Settings:
     length: int = 512
     rows: tuple[str, ...] = ("questions", "questions", "questions", "tools", "pictures", "text")
     text_weight: float = 0.5
+    structure_weight: float = 1.0
     tower_steps: int = 300
     muon_learning_rate: float = 3e-3
     adam_learning_rate: float = 1.5e-3
@@ -101,11 +103,11 @@ def make_batch(
             tokens[row], weights[row], lengths[row] = next(places), settings.text_weight, count
             continue
         random = np.random.default_rng((settings.seed, step, row, held_out))
-        conversation, ids, written = draw_conversation(
-            random, tokenizer, kind, count + 1, settings.effort_text, held_out
+        conversation, ids, weight = draw_conversation(
+            random, tokenizer, kind, count + 1, settings.effort_text, held_out, settings.structure_weight
         )
         tokens[row, : len(ids)] = ids
-        weights[row, : len(ids) - 1] = written[1:]
+        weights[row, : len(ids) - 1] = weight[1:]
         lengths[row] = len(ids) - 1
         pictures += conversation.pictures
     places_for_pictures = max(1, settings.rows.count("pictures")) * 4
@@ -332,8 +334,39 @@ def main() -> None:
     parser.add_argument(
         "--miniature", action="store_true", help="four layers, strings alone: for comparisons"
     )
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        choices=(*KINDS, "strings", "text"),
+        default=list(Settings.rows),
+        metavar="KIND",
+        help=f"a step's rows by kind (default: {' '.join(Settings.rows)})",
+    )
+    parser.add_argument("--length", type=int, default=Settings.length, help="tokens of a row")
+    parser.add_argument(
+        "--structure-weight",
+        type=float,
+        default=Settings.structure_weight,
+        metavar="W",
+        help="weight of the elements around what the assistant says (default 1)",
+    )
+    parser.add_argument(
+        "--text-weight",
+        type=float,
+        default=Settings.text_weight,
+        metavar="W",
+        help=f"weight of the rows of library text (default {Settings.text_weight})",
+    )
     arguments = parser.parse_args()
-    settings = Settings(steps=arguments.steps, seed=arguments.seed, effort_text=not arguments.no_effort_text)
+    settings = Settings(
+        steps=arguments.steps,
+        seed=arguments.seed,
+        effort_text=not arguments.no_effort_text,
+        rows=tuple(arguments.rows),
+        length=arguments.length,
+        text_weight=arguments.text_weight,
+        structure_weight=arguments.structure_weight,
+    )
     if arguments.miniature:
         settings = replace(
             settings, rows=("strings",) * 8, length=256, tower_steps=0, muon_learning_rate=8e-3
