@@ -13,6 +13,7 @@ from moe28t_jax.cli.common import device_failure
 from moe28t_jax.cli.demo import IMAGE_QUESTION, TOOL_QUESTION, run_demo
 from moe28t_jax.cli.files import run_convert, run_inspect, run_score
 from moe28t_jax.cli.generate import run_generate
+from moe28t_jax.cli.plan import add_licence_options, add_plan_options, run_licence, run_plan
 
 __all__ = ["main"]
 
@@ -61,7 +62,7 @@ def _positive(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moe28t",
-        description="Run, inspect, convert and score models of the moe28t family.",
+        description="Run, inspect, plan, convert and score models of the moe28t family.",
         epilog="moe28t COMMAND --help explains a command and shows examples.",
     )
     parser.add_argument("--version", action="version", version=f"moe28t {__version__}")
@@ -170,6 +171,19 @@ def _parser() -> argparse.ArgumentParser:
         help="checkpoint folder, config.json, or preset name; default nano",
     )
     inspect.add_argument("--tensors", action="store_true", help="also list every stored tensor of a folder")
+
+    plan = add(
+        "plan", run_plan, "say what fits on a deployment, how fast it can be at best and what a token costs",
+        ["--chips h200:16", "--mesh tpu7x-4x4x2 --context 1048576 --batch 1", "--mesh my.toml --phase prefill --json"],
+        json_option, settings,
+    )  # fmt: skip
+    add_plan_options(plan, _positive)
+
+    licence = add(
+        "licence", run_licence, "say whether the licence of a checkpoint allows a use, and accept one by hash",
+        ["path/to/checkpoint", "LICENSE --maas --revenue 3e7 --json"], json_option,
+    )  # fmt: skip
+    add_licence_options(licence)
 
     convert = add(
         "convert", run_convert, "round a checkpoint's experts to MXFP4, or unpack them",

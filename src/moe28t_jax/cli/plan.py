@@ -1,0 +1,149 @@
+"""`moe28t plan` and `moe28t licence`: what is decided before anything is rented or loaded."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from moe28t_jax.cli.common import fail, json_text, overrides
+
+CHIPS_BATCH, CHIPS_CONTEXT = 8, 131_072
+"""What `--chips` plans for when nothing else is said; a mesh file brings its own."""
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Run `moe28t plan`."""
+    from moe28t_jax.config import ModelConfig
+    from moe28t_jax.planning import load_prices
+
+    config = ModelConfig.preset(options.preset).override(overrides(options))
+    plan = _plan(options, config, load_prices(options.prices))
+    if options.plot is not None:
+        from moe28t_jax.planning.plot import plot_plan
+
+        plot_plan(plan, options.plot)
+    if options.json:
+        print(json_text(plan.to_json() | ({"plot": str(options.plot)} if options.plot is not None else {})))
+        return 0
+    from moe28t_jax.planning.report import print_plan
+
+    print_plan(plan)
+    if options.plot is not None:
+        print(f"Wrote {options.plot}.")
+    return 0
+
+
+def _plan(options: argparse.Namespace, config: Any, prices: Any) -> Any:
+    from moe28t_jax.parallel.mesh_file import load_mesh_file
+    from moe28t_jax.planning import make_plan, search
+
+    common = {"phase": options.phase, "chunk": options.chunk, "model": options.preset, "prices": prices}
+    if options.mesh is not None:
+        mesh = load_mesh_file(options.mesh)
+        context = options.context or min(mesh.context, config.max_context)
+        return make_plan(config, mesh, batch=options.batch, context=context, **common)
+    kind, separator, text = options.chips.partition(":")
+    if not separator or not text.isdecimal() or int(text) < 1:
+        fail(f"--chips {options.chips!r} is not KIND:COUNT, for example --chips h200:16.")
+    return search(
+        config, kind, int(text), batch=options.batch or CHIPS_BATCH,
+        context=options.context or min(CHIPS_CONTEXT, config.max_context), **common,
+    )  # fmt: skip
+
+
+def run_licence(options: argparse.Namespace) -> int:
+    """Run `moe28t licence`; exit status 1 where the weights may not be loaded for this use."""
+    from moe28t_jax.planning import UsageProfile, accept, check_licence
+
+    if options.accept is not None:
+        accept(options.path, options.accept)
+    profile = UsageProfile(
+        internal=options.internal, official=options.official, commercial=not options.non_commercial,
+        model_as_a_service=options.maas, revenue_12_months=options.revenue,
+        monthly_revenue=options.monthly_revenue, monthly_active_users=options.monthly_users,
+    )  # fmt: skip
+    result = check_licence(options.path, profile)
+    if options.json:
+        print(json_text(result.to_json()))
+    else:
+        words = {
+            "ok": "allowed", "attribution": "allowed, with attribution",
+            "agreement": "an agreement with the licensor is needed first", "unknown": "unknown licence",
+        }  # fmt: skip
+        print(f"{result.path}: {result.name or 'no known licence'}: {words[result.status]}")
+        for reason in result.reasons:
+            print(f"  {reason}")
+        print(f"  sha256 of the normalised text: {result.sha256}{' (accepted)' if result.accepted else ''}")
+        if not result.allowed:
+            print(f"  To go on nevertheless: moe28t licence {str(options.path)!r} --accept {result.sha256}")
+    return 0 if result.allowed else 1
+
+
+def add_plan_options(command: argparse.ArgumentParser, positive: Any) -> None:
+    """The options of `moe28t plan`."""
+    command.add_argument("--preset", default="moe28t", help="model to plan for; default moe28t")
+    where = command.add_mutually_exclusive_group(required=True)
+    where.add_argument("--mesh", metavar="FILE", help="mesh file, by path or by name (such as tpu7x-4x4x2)")
+    where.add_argument(
+        "--chips", metavar="KIND:COUNT", help="search the best mesh of so many chips (such as h200:16)"
+    )
+    command.add_argument(
+        "--batch",
+        type=positive,
+        metavar="ROWS",
+        help=f"sequences; default the mesh file's, else {CHIPS_BATCH}",
+    )
+    command.add_argument(
+        "--context", type=positive, metavar="TOKENS",
+        help=f"tokens of each; default the mesh file's, else {CHIPS_CONTEXT:,}",
+    )  # fmt: skip
+    command.add_argument(
+        "--phase", choices=("prefill", "decode", "train"), default="decode", help="default decode"
+    )
+    command.add_argument(
+        "--chunk",
+        type=positive,
+        default=8192,
+        metavar="TOKENS",
+        help="new tokens per prefill step; default 8192",
+    )
+    command.add_argument(
+        "--prices", type=Path, metavar="FILE", help="price table (TOML) in place of the built-in one"
+    )
+    command.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also draw memory, step time and cost against the batch"
+    )
+
+
+def add_licence_options(command: argparse.ArgumentParser) -> None:
+    """The options of `moe28t licence`."""
+    command.add_argument("path", type=Path, help="checkpoint folder, or a licence file")
+    command.add_argument(
+        "--accept", metavar="SHA256", help="remember that you accept the text with this hash"
+    )
+    command.add_argument("--internal", action="store_true", help="nothing of it reaches third parties")
+    command.add_argument(
+        "--official", action="store_true", help="used through the licensor's products or certified partners"
+    )
+    command.add_argument("--non-commercial", action="store_true", help="no commercial purpose")
+    command.add_argument(
+        "--maas", action="store_true", help="third parties get model access (Model as a Service)"
+    )
+    command.add_argument(
+        "--revenue",
+        type=float,
+        default=0.0,
+        metavar="USD",
+        help="of you and affiliates in any 12 months; default 0",
+    )
+    command.add_argument(
+        "--monthly-revenue",
+        type=float,
+        default=0.0,
+        metavar="USD",
+        help="of the product that uses it; default 0",
+    )
+    command.add_argument(
+        "--monthly-users", type=int, default=0, metavar="COUNT", help="of the product that uses it; default 0"
+    )

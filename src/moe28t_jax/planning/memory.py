@@ -1,0 +1,271 @@
+"""How many bytes one device holds: weights, state, activations.
+
+The division is that of the mesh axes: experts over `expert` x `tensor` folded; other matrices over `tensor`; recurrent
+states by head over `tensor`; rows over `data` and, like long rows' tokens, over `expert`; tokens over `context`; layers
+over `stage`. Whatever an axis does not divide, it repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from moe28t_jax.config import ModelConfig
+from moe28t_jax.planning.inventory import DIVISIONS, Division, LayerKind, Stage, stages
+
+Phase = Literal["prefill", "decode", "train"]
+Rows = Literal["batch", "context"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode", "train")
+
+ACTIVATION_BYTES = 2  # bfloat16
+CACHE_BYTES = 2  # latents, index keys and convolution windows follow the activations' dtype
+FLOAT32 = 4
+
+
+def ceil_div(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that one sequence needs: `recurrent` and `window` whatever its length, the rest by token."""
+
+    recurrent: int
+    window: int
+    latents: int
+    index_keys: int
+
+    @property
+    def total(self) -> int:
+        return self.recurrent + self.window + self.latents + self.index_keys
+
+
+def state_bytes(config: ModelConfig, context: int) -> StateBytes:
+    """The hybrid cache of one sequence of `context` tokens (bfloat16; recurrent states float32)."""
+    counts = {kind: config.attention_kinds.count(kind) for kind in ("kda", "mla", "dsa")}
+    recurrent = window = latents = keys = 0
+    if config.kda is not None:
+        recurrent = counts["kda"] * config.kda.size * config.kda.head_dim * FLOAT32
+        window = counts["kda"] * (config.kda.conv_size - 1) * 3 * config.kda.size * CACHE_BYTES
+    if config.mla is not None:
+        latents = (counts["mla"] + counts["dsa"]) * context * config.mla.latent_dim * CACHE_BYTES
+    if config.dsa is not None:
+        keys = counts["dsa"] * context * config.dsa.head_dim * CACHE_BYTES
+    return StateBytes(recurrent, window, latents, keys)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one device is given, in rows and tokens.
+
+    context: tokens of a whole row. rows: whose state it holds. cached: how many tokens of each row it holds. tokens:
+    how many new tokens its dense layers see in one step. group_tokens: how many go through the experts that it shares
+    with its expert x tensor group. routed: rows that its own experts receive on average; routed_bound: the most they
+    can receive. head_rows: rows of logits. microbatches: how often a pipeline stage runs per step; step_tokens: tokens
+    of the whole mesh per step.
+    """
+
+    phase: Phase
+    spread: Rows
+    context: int
+    rows: int
+    cached: int
+    tokens: int
+    group_tokens: int
+    routed: int
+    routed_bound: int
+    head_rows: int
+    microbatches: int
+    step_tokens: int
+
+
+def divide_work(
+    config: ModelConfig,
+    axes: Mapping[str, int],
+    phase: Phase,
+    batch: int,
+    context: int,
+    chunk: int,
+    spread: Rows,
+) -> Work:
+    """Rows and tokens of the busiest device. `spread`: whether `expert` carries rows or the tokens of long rows; decode
+    may do either, a prefill chunk is always divided by tokens, and training by rows."""
+    data, stage, expert, context_axis = (axes[axis] for axis in ("data", "stage", "expert", "context"))
+    as_rows, as_tokens = (expert, 1) if spread == "batch" else (1, expert)
+    rows = ceil_div(batch, data * as_rows)
+    cached = ceil_div(context, context_axis * as_tokens)
+    microbatches = 1
+    if phase == "decode":
+        # Stages work on different parts of the batch at the same time.
+        microbatches = min(stage, batch)
+        part = ceil_div(batch, microbatches)
+        tokens = head_rows = ceil_div(part, data * as_rows)
+        group = ceil_div(part, data)
+        step_tokens = batch
+    elif phase == "prefill":
+        new = min(chunk, context)
+        tokens = ceil_div(new, expert * context_axis)
+        group = tokens * expert
+        head_rows = 1
+        step_tokens = new * min(batch, data)
+    else:
+        microbatches = ceil_div(batch, data * expert)
+        tokens = head_rows = ceil_div(context, context_axis)
+        group = tokens * expert
+        step_tokens = batch * context
+    routed = bound = 0
+    if config.moe is not None:
+        ranks = expert * axes["tensor"]
+        routed = ceil_div(group * config.moe.num_experts_per_token, ranks)
+        bound = routed
+        if phase == "decode":
+            # Without balanced placement all tokens may choose experts of one device.
+            bound = group * min(config.moe.num_experts_per_token, ceil_div(config.moe.num_experts, ranks))
+    return Work(
+        phase,
+        spread,
+        context,
+        rows,
+        cached,
+        tokens,
+        group,
+        routed,
+        bound,
+        head_rows,
+        microbatches,
+        step_tokens,
+    )
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """Bytes of one device. `limit` is what the compiler lets a program use."""
+
+    weights: int
+    state: int
+    activations: int
+    limit: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.state + self.activations
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.limit
+
+
+def weight_bytes(stage: Stage, axes: Mapping[str, int]) -> dict[Division, int]:
+    """Bytes of a stage's weights on one of its devices, by division, as stored (experts packed)."""
+    return {
+        division: ceil_div(amount.stored_bytes, split(division, axes))
+        for division, amount in stage.part.items()
+    }
+
+
+def split(division: Division, axes: Mapping[str, int]) -> int:
+    """Into how many pieces the mesh cuts a parameter of this division."""
+    pieces = 1
+    for axis in DIVISIONS[division]:
+        pieces *= axes[axis]
+    return pieces
+
+
+def optimizer_bytes(stage: Stage, axes: Mapping[str, int]) -> int:
+    """Float32 masters, gradients and moments (one under Muon, two under AdamW), cut over every device of the stage."""
+    parameters = sum(amount.parameters for amount in stage.part.values())
+    adam = sum(amount.adam for amount in stage.part.values())
+    devices = prod(size for axis, size in axes.items() if axis != "stage")
+    return ceil_div((3 * parameters + adam) * FLOAT32, devices)
+
+
+def cache_bytes(config: ModelConfig, stage: Stage, axes: Mapping[str, int], work: Work) -> int:
+    """Bytes of the hybrid cache of a stage's layers on one of its devices."""
+    result = 0
+    for (attention, _), count in stage.layers.items():
+        if attention == "kda":
+            kda = config.kda
+            assert kda is not None
+            channels = ceil_div(kda.num_heads, axes["tensor"]) * kda.head_dim
+            per_row = channels * (kda.head_dim * FLOAT32 + (kda.conv_size - 1) * 3 * CACHE_BYTES)
+        else:
+            assert config.mla is not None
+            width = config.mla.latent_dim
+            if attention == "dsa":
+                assert config.dsa is not None
+                width += config.dsa.head_dim
+            per_row = work.cached * width * CACHE_BYTES
+        result += count * work.rows * per_row
+    return result
+
+
+def layer_temporaries(
+    config: ModelConfig, kind: LayerKind, axes: Mapping[str, int], work: Work
+) -> tuple[int, int]:
+    """Largest set of arrays that live at once inside one layer: (attention, MLP), bytes on one device."""
+    attention, mlp = kind
+    tensor, n, a = axes["tensor"], work.tokens, ACTIVATION_BYTES
+    if attention == "kda":
+        kda = config.kda
+        assert kda is not None
+        # q, k, v, gate and output in the activations' dtype; decay and the recurrence's output in float32.
+        per_token = ceil_div(kda.size, tensor) * (5 * a + 2 * FLOAT32)
+        first = n * per_token + ceil_div(kda.num_heads, tensor) * kda.head_dim**2 * FLOAT32
+    else:
+        mla = config.mla
+        assert mla is not None
+        heads = ceil_div(mla.num_heads, tensor)
+        # Queries, queries in the latent, the float32 output in the latent, output and gate.
+        per_head = (mla.qk_head_dim + mla.latent_dim + 2 * mla.v_head_dim) * a + mla.kv_lora_rank * FLOAT32
+        first = n * heads * per_head
+        if attention == "dsa":
+            dsa = config.dsa
+            assert dsa is not None
+            kept = min(dsa.top_k, work.context)
+            # Index queries, and indices and scores of the selection before and after a merge.
+            first += n * (dsa.num_heads * dsa.head_dim * a + 4 * kept * FLOAT32)
+    if mlp == "dense":
+        return first, n * ceil_div(config.intermediate_size, tensor) * 3 * a
+    moe = config.moe
+    assert moe is not None
+    width = moe.latent_size or config.hidden_size
+    routed = work.routed_bound * (2 * width + 3 * moe.intermediate_size) * a
+    shared = n * ceil_div(moe.shared_size, tensor) * 3 * a
+    return first, n * (2 * width * a + moe.num_experts * FLOAT32) + routed + shared
+
+
+def activation_bytes(config: ModelConfig, stage: Stage, axes: Mapping[str, int], work: Work) -> int:
+    """The residual stream with its snapshots, the largest layer's temporaries, logits; in training what is kept for
+    the backward pass (one input per layer, the rest is computed again) and the gradients of one layer's arrays."""
+    stream = work.tokens * config.hidden_size * ACTIVATION_BYTES
+    layer = max(max(layer_temporaries(config, kind, axes, work)) for kind in stage.layers)
+    logits = 0
+    if stage.is_last:
+        logits = work.head_rows * ceil_div(config.vocab_size, axes["tensor"]) * FLOAT32
+    live = (config.num_snapshots + 3) * stream + layer + logits
+    if work.phase != "train":
+        return live
+    in_flight = min(axes["stage"], work.microbatches)
+    return 2 * live + in_flight * stage.num_layers * stream
+
+
+def device_bytes(
+    config: ModelConfig, axes: Mapping[str, int], work: Work, limit: int
+) -> tuple[DeviceBytes, ...]:
+    """Bytes of one device of every pipeline stage, in order."""
+    result = []
+    for stage in stages(config, axes["stage"]):
+        state = (
+            optimizer_bytes(stage, axes) if work.phase == "train" else cache_bytes(config, stage, axes, work)
+        )
+        result.append(
+            DeviceBytes(
+                sum(weight_bytes(stage, axes).values()),
+                state,
+                activation_bytes(config, stage, axes, work),
+                limit,
+            )
+        )
+    return tuple(result)
