@@ -36,10 +36,10 @@ lint: .venv/.installed-dev ## ruff, pyright and the import contract
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-bench: .venv/.installed-dev ## run every benchmarks/bench_*.py
+bench: .venv/.installed-dev ## run every benchmarks/bench_*.py, without the peers that are not installed
 	@shopt -s nullglob; scripts=(benchmarks/bench_*.py); \
 	[ $${#scripts[@]} -gt 0 ] || { echo "There is no benchmarks/bench_*.py to run." >&2; exit 1; }; \
-	for script in "$${scripts[@]}"; do echo "== $$script"; $(BIN)/python "$$script"; done
+	for script in "$${scripts[@]}"; do echo "== $$script"; JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python "$$script"; done
 
 lock: ## recompute the hash-locked requirements from pyproject.toml
 	scripts/bootstrap.sh lock
@@ -51,5 +51,5 @@ clean: ## remove environments, caches and build outputs
 .venv/.installed-core: requirements/core.txt $(LOCKS)
 	@scripts/bootstrap.sh core
 
-.venv/.installed-dev: requirements/dev.txt $(LOCKS)
+.venv/.installed-dev: requirements/dev.txt requirements/gpu-compiler.txt $(LOCKS)
 	@scripts/bootstrap.sh dev
