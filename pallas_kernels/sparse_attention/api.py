@@ -1,5 +1,7 @@
 """Public functions of sparse attention."""
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from pallas_kernels._dispatch import dispatch
@@ -7,7 +9,16 @@ from pallas_kernels._typing import AnyArray, Array, Float, Int
 from pallas_kernels.sparse_attention import reference, xla
 from pallas_kernels.sparse_attention.rows import compute_dtype
 
-IMPLEMENTATIONS = {"reference": reference.sparse_attention, "xla": xla.sparse_attention}
+
+def _tpu(*args: Any) -> Any:
+    """The TPU kernel, imported when it is first called: Pallas takes its time, and most programs run without."""
+    from pallas_kernels.sparse_attention import tpu
+
+    return tpu.sparse_attention(*args)
+
+
+IMPLEMENTATIONS = {"reference": reference.sparse_attention, "xla": xla.sparse_attention, "tpu": _tpu}
+# The TPU kernel compiles for every chip but has not run on one: by name only.
 DEFAULT = ("xla",)
 
 
@@ -39,7 +50,8 @@ def sparse_attention(
       scale: factor of the logits, a Python number.
       value_dim: number of leading channels that are values, 1..C.
       page_table: page of every `page` consecutive positions [B, pages] int32; a negative page holds no keys.
-      implementation: "xla", "reference", or None for the best that supports the case.
+      implementation: "xla", "reference", "tpu" (Pallas, compiled for v5p, v6e and tpu7x, not yet run on them;
+        bfloat16 and float32), or None for the best that supports the case.
 
     Returns:
       o [B, Q, H, value_dim] in the dtype of `q_latent`, and the natural-log sum of exponentials of the scaled

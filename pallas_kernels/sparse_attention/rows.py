@@ -1,5 +1,7 @@
 """Reading and writing rows of a key cache by index, in blocks of queries of bounded size."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -34,6 +36,17 @@ def match_varying(*arrays: Array) -> tuple[Array, ...]:
         return jax.lax.pcast(a, missing, to="varying") if missing else a
 
     return tuple(mark(a) for a in arrays)
+
+
+def result_like(array: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a kernel's result that varies over the manual mesh axes that `array` varies over."""
+    aval: Any = jax.typeof(array)
+    marks: dict[str, Any] = (
+        {"manual_axis_type": aval.manual_axis_type}
+        if hasattr(aval, "manual_axis_type")
+        else {"vma": aval.vma}
+    )
+    return jax.ShapeDtypeStruct(shape, dtype, **marks)
 
 
 def physical_rows(indices_BQN: Array, cache: Array, page_table_BP: Array | None) -> tuple[Array, Array]:

@@ -97,7 +97,10 @@ def _forward(q, kv_latent, rows_BQN, exists_BQN, scale, value_dim, paged):
     return outputs, (q, kv_latent, rows_BQN, exists_BQN)
 
 
-def _backward(scale, value_dim, paged, residuals, cotangents):
+def backward(
+    scale: float, value_dim: int, paged: bool, residuals: tuple[Array, ...], cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, None, None]:
+    """Gradients to q and the cache from those of o and logsumexp; `residuals` are the arguments of the forward."""
     q_BQHC, kv_latent, rows_BQN, exists_BQN = residuals
     dtype = key_rows.compute_dtype(q_BQHC, kv_latent)
     blocks = _blocks(q_BQHC, kv_latent, rows_BQN, exists_BQN)
@@ -121,7 +124,7 @@ def _backward(scale, value_dim, paged, residuals, cotangents):
     return dq.astype(q_BQHC.dtype), dkv.astype(kv_latent.dtype), None, None
 
 
-_attention.defvjp(_forward, _backward)
+_attention.defvjp(_forward, backward)
 
 
 def _masked_attention(
