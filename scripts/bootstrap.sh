@@ -59,6 +59,10 @@ lock() {
     "${compile[@]}" pyproject.toml -o requirements/core.txt >/dev/null
     # The constraint makes the test environment a superset of what users run, version by version.
     "${compile[@]}" pyproject.toml --extra train --extra dev -c requirements/core.txt -o requirements/dev.txt >/dev/null
+    local jax
+    jax=$(sed -n 's/^jax\(==[^ ;]*\).*/\1/p' requirements/core.txt)
+    printf '%s\n' "jax-cuda13-plugin$jax" "jax-cuda13-pjrt$jax" |
+        "${compile[@]}" --no-deps -o requirements/gpu-compiler.txt - >/dev/null
 }
 
 install() {
@@ -75,6 +79,12 @@ install() {
     "$uv" pip install --quiet --python .venv/bin/python --require-hashes -r "requirements/$group.txt"
     "$uv" pip install --quiet --python .venv/bin/python --no-deps \
         --build-constraints requirements/build.txt -e .
+    # XLA's compiler for GPUs, in a folder of its own: only what compiles for a GPU looks there, since JAX would take it
+    # for a GPU in the environment. It needs neither a GPU nor a driver.
+    if [ "$group" = dev ] && [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ]; then
+        "$uv" pip install --quiet --python .venv/bin/python --no-deps --require-hashes \
+            --target .venv/gpu-compiler -r requirements/gpu-compiler.txt
+    fi
     touch ".venv/.installed-$group"
 }
 

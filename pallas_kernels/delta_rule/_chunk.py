@@ -368,7 +368,7 @@ _near_scores.defvjp(
 )
 
 
-def _lane_block(shape: tuple[int, int], size: int) -> Array:
+def _lane_block(shape: tuple[int, ...], size: int) -> Array:
     return _columns(shape) >> (size.bit_length() - 1)
 
 
@@ -513,7 +513,7 @@ class Pair(NamedTuple):
     All float32; every log decay lies between SMALLEST_LOG_DECAY and 0.
     """
 
-    states: tuple[Array, Array]
+    states: tuple[Array, ...]
     q_RK: Array | None
     k_RK: Array
     v_RV: Array
@@ -542,7 +542,7 @@ def _scores(split: bool, pairs: Sequence[Pair], sums: Sequence[_Sums]) -> list[A
     return [_assemble(n, f) for n, f in zip(near, far, strict=True)]
 
 
-def advance(pairs: Sequence[Pair], split: bool) -> list[tuple[tuple[Array, Array], Array | None]]:
+def advance(pairs: Sequence[Pair], split: bool) -> list[tuple[tuple[Array, ...], Array | None]]:
     """For each pair of heads their states after the chunk, and their outputs [R, V] where q is given.
 
     `split` as in `_dot`.

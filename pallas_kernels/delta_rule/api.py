@@ -24,23 +24,42 @@ def _tpu(name: str) -> Callable[..., Any]:
     return call
 
 
+def _gpu(name: str) -> Callable[..., Any]:
+    """A GPU kernel, imported when it is first called, for the same reason."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from pallas_kernels.delta_rule import gpu
+
+        return getattr(gpu, name)(*args, **kwargs)
+
+    return call
+
+
 _DELTA_RULE: Mapping[str, Callable[..., Any]] = {
     "reference": reference.delta_rule,
     "xla": xla.delta_rule,
     "tpu": _tpu("delta_rule"),
+    "gpu": _gpu("delta_rule"),
 }
-_STEP: Mapping[str, Callable[..., Any]] = {"reference": reference.step, "xla": xla.step, "tpu": _tpu("step")}
+_STEP: Mapping[str, Callable[..., Any]] = {
+    "reference": reference.step,
+    "xla": xla.step,
+    "tpu": _tpu("step"),
+    "gpu": _gpu("step"),
+}
 _SEGMENT_MAP: Mapping[str, Callable[..., Any]] = {
     "reference": reference.segment_map,
     "xla": xla.segment_map,
     "tpu": _tpu("segment_map"),
+    "gpu": _gpu("segment_map"),
 }
 _FUSED_STEP: Mapping[str, Callable[..., Any]] = {
     "reference": _fused_step.reference_fused_step,
     "xla": _fused_step.xla_fused_step,
     "tpu": _tpu("fused_step"),
+    "gpu": _gpu("fused_step"),
 }
-# The TPU kernels compile for every chip but have not run on one: by name only.
+# The TPU and GPU kernels compile for every chip but have not run on one: by name only.
 _DEFAULT = ("xla",)
 
 
@@ -99,8 +118,9 @@ def delta_rule(
       segment_ids: packed documents: the state is reset to zero where the id differs from the token before.
         The first token always continues `initial_state`.
       return_boundary_states: also return the states on the grid of 64 tokens counted from the first token.
-      implementation: "xla" (chunks of 64 tokens, the default), "reference" (token by token), or "tpu" (Pallas,
-        compiled for v5p, v6e and tpu7x, not yet run on them; not float64).
+      implementation: "xla" (chunks of 64 tokens, the default), "reference" (token by token), "tpu" (Pallas,
+        compiled for v5p, v6e and tpu7x, not yet run on them; not float64), or "gpu" (Pallas, token by token with
+        the state in registers, compiled for Hopper and Blackwell, not yet run on them; K up to 256, not float64).
 
     Returns:
       o in v's dtype; the final state in the compute dtype; and, if asked for, the state after each full or
@@ -206,8 +226,8 @@ def fused_step(
 
     The short convolutions of q, k and v (with SiLU), their normalisation, `step`, and the output's RMSNorm times
     sigmoid(gate). The results of the convolution, q, k and o pass through the dtype of x, all else is float32.
-    The "tpu" implementation is one kernel that reads and writes the state once, in place where the caller
-    donates state and window.
+    The "tpu" and "gpu" implementations are one kernel that reads and writes the state once, in place where the
+    caller donates state and window; "tpu" takes K in multiples of 128, "gpu" K = 128 alone.
 
     Args:
       x: the token's projections to q, k and v, in this order on axis 1, before the convolution.
@@ -220,7 +240,7 @@ def fused_step(
       state: state before the token.
       active: rows that hold a token; the others keep their state and window and give 0. None: all rows.
       norm_epsilon: added to the mean square under the root of the output norm.
-      implementation: "xla" (the default), "reference" or "tpu".
+      implementation: "xla" (the default), "reference", "tpu" or "gpu".
 
     Returns:
       the gated output in the gate's dtype, the state after the token in the compute dtype, and the window that

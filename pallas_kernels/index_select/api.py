@@ -4,9 +4,9 @@ import jax.numpy as jnp
 
 from pallas_kernels._dispatch import dispatch
 from pallas_kernels._typing import AnyArray, Array, Float, Int
-from pallas_kernels.index_select import reference, xla
+from pallas_kernels.index_select import reference, tpu, xla
 
-IMPLEMENTATIONS = {"reference": reference.select, "xla": xla.select}
+IMPLEMENTATIONS = {"reference": reference.select, "xla": xla.select, "tpu": tpu.select}
 DEFAULT = ("xla",)
 
 
@@ -64,7 +64,8 @@ def select(
         same number of consecutive positions, in the order of the axis, and all other arguments are the same
         on all.
       use_relu: whether the products pass the ReLU.
-      implementation: "xla", "reference", or None for the best that supports the case.
+      implementation: "xla", "reference", "tpu" (a Pallas kernel that was compiled and interpreted but has not
+        run on its device; by name only), or None for the best that supports the case.
 
     Returns:
       Global key positions [B, Q, top_k] int32, ascending, -1 after the last; the same on all devices of the

@@ -122,6 +122,12 @@ def select_from_scores(
     return ascending(indices)
 
 
+def first_keys(positions_BQ: Array, keys: int, top_k: int) -> Array:
+    """The selection [B, Q, top_k] where there are no more than `top_k` keys: every visible one."""
+    first_BQK = jnp.broadcast_to(jnp.arange(top_k, dtype=jnp.int32), (*positions_BQ.shape, top_k))
+    return jnp.where((first_BQK <= positions_BQ[..., None]) & (first_BQK < keys), first_BQK, -1)
+
+
 def _local_candidates(
     q_BQHD: Array,
     k_index: Array,
@@ -203,12 +209,8 @@ def select(
         if axis_name is not None:
             offset = (jax.lax.axis_index(axis_name) * local_keys).astype(jnp.int32)
         positions_BQ = query_positions.astype(jnp.int32)
-        first_BQK = jnp.broadcast_to(jnp.arange(top_k, dtype=jnp.int32), (batch, queries, top_k))
-        all_visible_BQK = jnp.where(
-            (first_BQK <= positions_BQ[..., None]) & (first_BQK < local_keys * shards), first_BQK, -1
-        )
         if local_keys * shards <= top_k or queries == 0:
-            return all_visible_BQK
+            return first_keys(positions_BQ, local_keys * shards, top_k)
 
         def candidates(block: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             q, w, positions = block

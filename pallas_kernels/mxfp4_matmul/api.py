@@ -29,14 +29,36 @@ def _tpu(name: str) -> Callable[..., Any]:
     return call
 
 
+def _gpu(name: str) -> Callable[..., Any]:
+    """A GPU kernel, imported when it is first called."""
+
+    def call(*args: Any) -> Any:
+        from pallas_kernels.mxfp4_matmul import gpu
+
+        return getattr(gpu, name)(*args)
+
+    return call
+
+
 _GROUPED_MATMUL = {
     "xla": xla.grouped_matmul,
     "reference": reference.grouped_matmul,
     "tpu": _tpu("grouped_matmul"),
+    "gpu": _gpu("grouped_matmul"),
 }
-_GROUPED_GLU = {"xla": xla.grouped_glu, "reference": reference.grouped_glu, "tpu": _tpu("grouped_glu")}
-_MATMUL = {"xla": xla.matmul, "reference": reference.matmul, "tpu": _tpu("matmul")}
-# The TPU kernels compile for every chip but have not run on one: by name only.
+_GROUPED_GLU = {
+    "xla": xla.grouped_glu,
+    "reference": reference.grouped_glu,
+    "tpu": _tpu("grouped_glu"),
+    "gpu": _gpu("grouped_glu"),
+}
+_MATMUL = {
+    "xla": xla.matmul,
+    "reference": reference.matmul,
+    "tpu": _tpu("matmul"),
+    "gpu": _gpu("matmul"),
+}
+# The TPU and GPU kernels compile for their chips but have not run on one: by name only.
 _DEFAULT = ("xla",)
 
 
@@ -61,7 +83,9 @@ def grouped_matmul(
       activation_dtype: None to multiply x as it is, or float8_e4m3fn to round it to MXFP8 first (blocks of
         32, E8M0 scales, saturating; gradients pass straight through).
       implementation: "xla", "reference", "tpu" (Pallas: packed weights of layout "packed_kn", or "float4_kn" on
-        tpu7x; not float64; not yet run on a TPU), or None for the best available.
+        tpu7x; not float64; not yet run on a TPU), "gpu" (Pallas for Hopper: packed weights of layout
+        "packed_nk", inputs and outputs multiples of 128; not float64; not yet run on a GPU), or None for the
+        best available.
 
     Returns:
       [M, N] in `x.dtype`, accumulated in float32 (float64 for float64 x). Differentiable in x and in a float

@@ -1,0 +1,167 @@
+"""(Grouped) matmul with MXFP4 weights as a Pallas kernel for NVIDIA Hopper GPUs (Mosaic GPU).
+
+Layout: "packed_nk", the bytes of a checkpoint. They lie along the contracted axis, as the tensor core's operands
+do, so one byte makes two neighbouring weights in the thread that loaded it, and the smallest bulk copy (a row of
+32 or 64 bytes) is one step of the product. "packed_kn" would need a transposition between threads or single-byte
+loads, and "float4_kn" a chip that converts 4-bit floats, which Hopper does not.
+
+Products: the unpacked weights are exact in bfloat16. bfloat16 rows, and rows rounded to MXFP8, are multiplied as
+they are, float16 rows as two and float32 rows as three bfloat16 parts that sum to them exactly, all accumulated
+in the tensor core's float32. The rows enter exactly; what remains is the accumulator's error, of about 2^-23 of
+the sum of the products' magnitudes per addition, because tensor cores cut sums off where the processor rounds.
+
+What runs where: the whole kernel runs in JAX's GPU interpreter, which takes the copies, barriers and `wgmma` it
+is made of and detects races, but not what it cannot see: layouts of registers and of shared memory, and that
+products run on while the next weights are unpacked. Compiled ahead of time for sm_90a; not yet run on a GPU.
+Blackwell has no `wgmma`, so the compiler refuses the kernel for sm_100a.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels._typing import Array
+from pallas_kernels.mxfp4_matmul._gpu_kernel import COLUMNS, Options, grouped_products
+from pallas_kernels.mxfp4_matmul.activations import Activation, apply_activation
+from pallas_kernels.mxfp4_matmul.quantize import fake_quantize_mxfp8
+from pallas_kernels.mxfp4_matmul.tensor import MXFP4Tensor
+
+
+def grouped_matmul(
+    x: Array,
+    w: Any,
+    group_sizes: Array,
+    layer: Array | None,
+    activation_dtype: Any,
+    interpret: Any = None,
+) -> Array:
+    """See `api.grouped_matmul`; arguments are already checked. `interpret`: None, or `InterpretGPUParams`.
+
+    Differentiable in x by the same kernel with the weight transposed, which unpacks the same bytes.
+
+    Raises:
+      NotImplementedError: for float64 rows, float weights, layouts other than "packed_nk", inputs or outputs
+        that are no multiple of 128, a GPU that is not a Hopper, or JAX before 0.12.
+    """
+    _refuse(x, w)
+    options = Options(None, False, activation_dtype is not None, interpret)
+    return _grouped(options, _activations(x, activation_dtype), (w,), group_sizes, layer)
+
+
+def grouped_glu(
+    x: Array,
+    w_gate: Any,
+    w_up: Any,
+    group_sizes: Array,
+    activation: Activation,
+    layer: Array | None,
+    activation_dtype: Any,
+    interpret: Any = None,
+) -> Array:
+    """See `api.grouped_glu`; arguments are already checked. `interpret`: None, or `InterpretGPUParams`.
+
+    Differentiable in x: the backward pass multiplies by each weight, and by each transposed weight.
+
+    Raises:
+      NotImplementedError: as `grouped_matmul`.
+    """
+    _refuse(x, w_gate, w_up)
+    options = Options(activation, False, activation_dtype is not None, interpret)
+    return _grouped(options, _activations(x, activation_dtype), (w_gate, w_up), group_sizes, layer)
+
+
+def matmul(
+    x: Array, w: MXFP4Tensor, layer: Array | None, activation_dtype: Any, interpret: Any = None
+) -> Array:
+    """See `api.matmul`: one group that holds every row."""
+    rows = x.reshape(-1, x.shape[-1])
+    axis = w.packed.ndim - 2
+    one_expert = MXFP4Tensor(jnp.expand_dims(w.packed, axis), jnp.expand_dims(w.scale_bytes, axis), w.layout)
+    sizes = jnp.full((1,), rows.shape[0], jnp.int32)
+    result = grouped_matmul(rows, one_expert, sizes, layer, activation_dtype, interpret)
+    return result.reshape(*x.shape[:-1], result.shape[-1])
+
+
+def _activations(x: Array, activation_dtype: Any) -> Array:
+    return x if activation_dtype is None else fake_quantize_mxfp8(x)
+
+
+def _refuse(x: Array, *weights: Any) -> None:
+    if jax.__version_info__ < (0, 12):
+        raise NotImplementedError(
+            f"the GPU kernels are written for JAX 0.12 and found {jax.__version__}; upgrade JAX, or pass another "
+            "implementation"
+        )
+    if x.dtype == jnp.float64:
+        raise NotImplementedError(
+            "the GPU kernels compute in float32 and got float64; pass float32, or another implementation"
+        )
+    for w in weights:
+        if not isinstance(w, MXFP4Tensor):
+            raise NotImplementedError(
+                f"the GPU kernels read packed weights and got a {w.dtype} array; quantise it, or pass another "
+                "implementation"
+            )
+        if w.layout != "packed_nk":
+            raise NotImplementedError(
+                f"the GPU kernels read weights of the layout packed_nk and got {w.layout!r}; "
+                'change it once, after loading, with w.to_layout("packed_nk"), or pass another implementation'
+            )
+        outputs, inputs = w.shape[-2:]
+        if outputs % COLUMNS or inputs % COLUMNS:
+            raise NotImplementedError(
+                f"the GPU kernels read {COLUMNS} inputs and outputs at a time and got {inputs} inputs and "
+                f"{outputs} outputs; pad both to a multiple of {COLUMNS} with zeros, or pass another "
+                "implementation"
+            )
+    device = jax.devices()[0]
+    capability = str(getattr(device, "compute_capability", "9.0"))
+    if device.platform == "gpu" and not capability.startswith("9."):
+        raise NotImplementedError(
+            f"the GPU kernels use instructions of Hopper GPUs (compute capability 9.0) and got a "
+            f"{device.device_kind} ({capability}); pass another implementation"
+        )
+
+
+# Compiled as one function so that calls outside jit do not compile again each time.
+@functools.partial(jax.jit, static_argnums=(0,))
+def _products(
+    options: Options, x: Array, weights: tuple[MXFP4Tensor, ...], group_sizes: Array, layer: Array | None
+) -> Array:
+    return grouped_products(options, x, weights, group_sizes, layer)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(
+    options: Options, x: Array, weights: tuple[MXFP4Tensor, ...], group_sizes: Array, layer: Array | None
+) -> Array:
+    return _products(options, x, weights, group_sizes, layer)
+
+
+def _forward(
+    options: Options, x: Array, weights: tuple[MXFP4Tensor, ...], group_sizes: Array, layer: Array | None
+) -> tuple[Array, Any]:
+    return _grouped(options, x, weights, group_sizes, layer), (x, weights, group_sizes, layer)
+
+
+def _backward(options: Options, residuals: Any, cotangent: Array) -> tuple[Array, None, None, None]:
+    """The gradient of the rows; bytes have none, and JAX refuses to differentiate with respect to them."""
+    x, weights, group_sizes, layer = residuals
+    cotangents = (cotangent,)
+    if options.activation is not None:
+        plain = options._replace(activation=None)
+        products = [_products(plain, x, (w,), group_sizes, layer) for w in weights]
+        _, pull_back = jax.vjp(functools.partial(apply_activation, options.activation), *products)
+        cotangents = pull_back(cotangent)
+    # Cotangents are not exact in bfloat16, even where the rows are.
+    transposed = options._replace(activation=None, transposed=True, exact=False)
+    parts = [
+        _products(transposed, part, (w,), group_sizes, layer)
+        for part, w in zip(cotangents, weights, strict=True)
+    ]
+    return functools.reduce(jnp.add, parts), None, None, None
+
+
+_grouped.defvjp(_forward, _backward)
