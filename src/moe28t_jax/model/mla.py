@@ -93,26 +93,43 @@ def mla_attention(
     positions_BT = jnp.where(offsets_BT < lengths_B[:, None], starts_B[:, None] + offsets_BT, -1)
     # With room for no more keys than a query may read, selection takes all that are visible.
     sparse = indexer is not None and dsa is not None and latent_BSC.shape[1] > dsa.top_k
-    needs_queries = indexer is not None and (
-        sparse or bool(collect & {"index_sets", "index_scores", "indexer_loss"})
-    )
+    watched = indexer is not None and bool(collect & {"index_sets", "index_scores", "indexer_loss"})
 
     q_index_BTHD = weights_BTH = indices_BTN = None
-    if needs_queries:
+    if sparse or watched:
         assert indexer is not None and dsa is not None and q_latent_BTL is not None and key_BSD is not None
-        with jax.named_scope("indexer_select"):
-            q_index_BTHD, weights_BTH = index_queries(
+        top_k = min(dsa.top_k, latent_BSC.shape[1])
+
+        def queries() -> tuple[Array, Array]:
+            return index_queries(
                 indexer, jax.lax.stop_gradient(q_latent_BTL), jax.lax.stop_gradient(x_BTD), dsa
             )
-            indices_BTN = index_select.select(
-                jax.lax.stop_gradient(q_index_BTHD),
+
+        def best(q_BTHD: Array, weights_BTH: Array) -> Array:
+            return index_select.select(
+                jax.lax.stop_gradient(q_BTHD),
                 jax.lax.stop_gradient(key_BSD),
                 jax.lax.stop_gradient(weights_BTH),
                 positions_BT,
-                min(dsa.top_k, latent_BSC.shape[1]),
+                top_k,
                 use_relu=dsa.use_relu,
             )
+
+        def every_visible() -> Array:
+            places_N = jnp.arange(top_k, dtype=jnp.int32)
+            return jnp.where(places_N <= positions_BT[:, :, None], places_N, jnp.int32(-1))
+
+        with jax.named_scope("indexer_select"):
+            if watched:
+                q_index_BTHD, weights_BTH = queries()
+                indices_BTN = best(q_index_BTHD, weights_BTH)
+            else:
+                # Where no query sees more keys than it may read, none is scored.
+                indices_BTN = jax.lax.cond(
+                    jnp.max(positions_BT) < top_k, every_visible, lambda: best(*queries())
+                )
         if "index_scores" in collect:
+            assert q_index_BTHD is not None and weights_BTH is not None
             auxiliary["index_scores"] = index_select.scores(
                 q_index_BTHD, key_BSD, weights_BTH, positions_BT, use_relu=dsa.use_relu
             )
