@@ -61,7 +61,7 @@ lock() {
     "${compile[@]}" pyproject.toml --extra train --extra dev -c requirements/core.txt -o requirements/dev.txt >/dev/null
     local jax
     jax=$(sed -n 's/^jax\(==[^ ;]*\).*/\1/p' requirements/core.txt)
-    printf '%s\n' "jax-cuda13-plugin$jax" "jax-cuda13-pjrt$jax" |
+    printf '%s\n' "jax-cuda13-plugin$jax" "jax-cuda13-pjrt$jax" nvidia-cuda-nvcc nvidia-nvvm |
         "${compile[@]}" --no-deps -o requirements/gpu-compiler.txt - >/dev/null
 }
 
