@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._typing import Array
+from pallas_kernels._varying import match_varying, result_like
 from pallas_kernels.delta_rule import _chunk
 from pallas_kernels.delta_rule.shapes import CHUNK_SIZE
 
@@ -65,6 +66,12 @@ class _Grid(NamedTuple):
     @property
     def block_heads(self) -> int:
         return heads_per_block(self.heads)
+
+    def heads_here(self) -> Any:
+        """Heads of this program's block that exist: one that does not holds anything, and must not meet another."""
+        if self.heads % self.block_heads == 0:
+            return self.block_heads
+        return jnp.minimum(self.block_heads, self.heads - pl.program_id(1) * self.block_heads)
 
     @property
     def chunks(self) -> int:
@@ -123,9 +130,10 @@ def _call(
     def specs(operands: Mapping[str, _Operand]) -> list[pl.BlockSpec]:
         return [pl.BlockSpec(x.block, x.index) for x in operands.values()]
 
+    marked = match_varying(lengths_B, *(x.array for x in inputs.values()))
     results = pl.pallas_call(
         body,
-        out_shape=[jax.ShapeDtypeStruct(x.array.shape, x.array.dtype) for x in outputs.values()],
+        out_shape=[result_like(marked[0], x.array.shape, x.array.dtype) for x in outputs.values()],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid.grid,
@@ -137,7 +145,7 @@ def _call(
         ),
         interpret=interpret,
         name=name,
-    )(lengths_B, *(x.array for x in inputs.values()))
+    )(*marked)
     return dict(zip(outputs, results, strict=True))
 
 
@@ -157,7 +165,7 @@ def _column_of(ref: Any, head: Any, chunk: Any) -> Array:
     return _chunk.to_column(part)
 
 
-def _for_heads(heads: int, pairs: int, body: Callable[[list[tuple[Any, Any]]], None]) -> None:
+def _for_heads(heads: Any, pairs: int, body: Callable[[list[tuple[Any, Any]]], None]) -> None:
     """`body` of some pairs of heads at a time; where there are not enough the last head stands in for those missing,
     and all write the same results, computed from what was read before."""
 
@@ -171,7 +179,9 @@ def _for_heads(heads: int, pairs: int, body: Callable[[list[tuple[Any, Any]]], N
         )
         return carry
 
-    jax.lax.fori_loop(0, pl.cdiv(heads, 2 * pairs), of_pairs, None)
+    # A shift: `heads` may be traced, and the compiler asks for the chip before it divides integers.
+    trips = (heads + (2 * pairs - 1)) >> ((2 * pairs).bit_length() - 1)
+    jax.lax.fori_loop(0, trips, of_pairs, None)
 
 
 def _below_each_other(read: Callable[[Any], Array], pair: tuple[Any, ...]) -> Array:
@@ -233,7 +243,7 @@ def _forward_kernel(grid: _Grid, as_map: bool, lengths_ref: Any, refs: dict[str,
                 if o is not None:
                     refs["o"][0, head] = o[i * CHUNK_SIZE : (i + 1) * CHUNK_SIZE].astype(refs["o"].dtype)
 
-    _for_heads(grid.block_heads, 2 if grid.block_heads > 2 else 1, advance)
+    _for_heads(grid.heads_here(), 2 if grid.block_heads > 2 else 1, advance)
     if "boundaries" in refs:
         refs["boundaries"][0] = state_ref[...]
 
@@ -328,7 +338,7 @@ def _backward_kernel(grid: _Grid, lengths_ref: Any, refs: dict[str, Any]) -> Non
             merged = jnp.where(here, jnp.concatenate([row] * _PARTS, axis=1), others[i])
             refs["ct_beta"][0, pl.ds(head, 1)] = merged
 
-    _for_heads(grid.block_heads, 1, pull_back)
+    _for_heads(grid.heads_here(), 1, pull_back)
 
 
 def backward(

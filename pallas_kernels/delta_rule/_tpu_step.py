@@ -12,6 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._typing import Array
+from pallas_kernels._varying import match_varying, result_like
+from pallas_kernels.delta_rule._fused_step import L2_EPSILON
 from pallas_kernels.delta_rule._tpu_sequence import heads_per_block
 
 _VMEM_LIMIT = 48 * 2**20
@@ -67,14 +69,17 @@ def step(
     value_dim, block = v_BHV.shape[-1], heads_per_block(heads)
     key, value = _per_head(block, key_dim), _per_head(block, value_dim)
     state = _per_head(block, key_dim, value_dim)
+    q_BHK, k_BHK, v_BHV, log_decay_BHK, beta_BH, state_BHKV = match_varying(
+        q_BHK, k_BHK, v_BHV, log_decay_BHK, beta_BH, state_BHKV
+    )
     o_BHV, next_BHKV = pl.pallas_call(
         _step_kernel,
         grid=(batch, pl.cdiv(heads, block)),
         in_specs=[key, key, value, key, _per_head(block, 1), state],
         out_specs=[value, state],
         out_shape=[
-            jax.ShapeDtypeStruct(v_BHV.shape, v_BHV.dtype),
-            jax.ShapeDtypeStruct(state_BHKV.shape, jnp.float32),
+            result_like(v_BHV, v_BHV.shape, v_BHV.dtype),
+            result_like(v_BHV, state_BHKV.shape, jnp.float32),
         ],
         input_output_aliases={5: 1},
         compiler_params=_parameters(),
@@ -121,7 +126,7 @@ def _fused_kernel(
             next_window_ref[0, tap, part] = only_if_active(following, window_ref[0, tap, part])
 
     def unit(x_HK: Array, scale: float) -> Array:
-        norm = jax.lax.rsqrt(jnp.sum(x_HK * x_HK, axis=1, keepdims=True) + 1e-6)
+        norm = jax.lax.rsqrt(jnp.sum(x_HK * x_HK, axis=1, keepdims=True) + L2_EPSILON)
         return (x_HK * norm * scale).astype(x_ref.dtype).astype(jnp.float32)
 
     log_decay_HK, beta_H1 = g_ref[0].astype(jnp.float32), beta_ref[0].astype(jnp.float32)
@@ -156,6 +161,11 @@ def fused_step(
     interpret: Any,
 ) -> tuple[Array, Array, Array]:
     """Gated output in the gate's dtype, state and window, the last two in place where they are donated."""
+    x_B3HK, window_BW3HK, taps_J3HK, log_decay_BHK, beta_BH, gate_BHK, gain_K, state_BHKV, active_B = (
+        match_varying(
+            x_B3HK, window_BW3HK, taps_J3HK, log_decay_BHK, beta_BH, gate_BHK, gain_K, state_BHKV, active_B
+        )
+    )
     batch, kept, _, heads, key_dim = window_BW3HK.shape
     block = heads_per_block(heads)
     window = _per_head(block, key_dim, before=(kept, 3))
@@ -163,9 +173,9 @@ def fused_step(
     o_BHV, next_window, next_state = pl.pallas_call(
         lambda *refs: _fused_kernel(scale, epsilon, *refs),
         out_shape=[
-            jax.ShapeDtypeStruct(gate_BHK.shape, gate_BHK.dtype),
-            jax.ShapeDtypeStruct(window_BW3HK.shape, window_BW3HK.dtype),
-            jax.ShapeDtypeStruct(state_BHKV.shape, state_BHKV.dtype),
+            result_like(gate_BHK, gate_BHK.shape, gate_BHK.dtype),
+            result_like(gate_BHK, window_BW3HK.shape, window_BW3HK.dtype),
+            result_like(gate_BHK, state_BHKV.shape, state_BHKV.dtype),
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,

@@ -105,6 +105,12 @@ def _results(options: Options, inputs: _Inputs, found: _gpu_sequence.Results) ->
 def _sequence_forward(
     options: Options, inputs: _Inputs, lengths_B: Array | None, segment_ids_BT: Array | None
 ) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
+    value_dim = inputs[2].shape[-1]
+    if value_dim > MAXIMUM_ROWS:
+        raise NotImplementedError(
+            f"the gradient's GPU kernels hold at most V = {MAXIMUM_ROWS} value channels and got {value_dim}; use "
+            "another implementation"
+        )
     tokens, others = _tokens_and_others(*inputs, lengths_B, segment_ids_BT)
     found = _gpu_sequence.forward(options._replace(boundaries=True, errors=True), tokens, others)
     kept = inputs, lengths_B, segment_ids_BT, found.boundaries_BNHKV, found.errors_BTHV
@@ -253,6 +259,11 @@ def fused_step(
         raise NotImplementedError(
             f"the GPU kernel of fused_step takes K = {_gpu_step.FUSED_SIZE}, one channel for each thread, and got "
             f"{key_dim}; use another implementation"
+        )
+    if taps_J3HK.shape[0] < 2:
+        raise NotImplementedError(
+            f"the GPU kernel of fused_step takes convolutions of at least 2 taps and got {taps_J3HK.shape[0]}; use "
+            "another implementation"
         )
     batch = x_B3HK.shape[0]
     active = jnp.ones((batch,), jnp.int32) if active_B is None else active_B.astype(jnp.int32)

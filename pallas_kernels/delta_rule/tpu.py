@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels._typing import Array, Bool, Float, Int
+from pallas_kernels._varying import match_varying
 from pallas_kernels.delta_rule import _inputs, _tpu_sequence, _tpu_step
 from pallas_kernels.delta_rule._tpu_sequence import LANES, Options
 
@@ -127,9 +128,9 @@ def delta_rule(
     lengths = _lengths(lengths_B, batch, tokens)
     reset = None if segment_ids_BT is None else _resets(segment_ids_BT, lengths)
     options = Options(return_boundary_states, interpret)
-    o, final, boundaries = _sequence(
-        options, (q, k, v, log_decay, _tokens_in_lanes(beta_BTH), state), lengths, reset
-    )
+    # Outside of the custom gradient: what all devices share receives the sum of their gradients.
+    *inputs, lengths = match_varying(q, k, v, log_decay, _tokens_in_lanes(beta_BTH), state, lengths)
+    o, final, boundaries = _sequence(options, tuple(inputs), lengths, reset)
     o = jnp.swapaxes(o, 1, 2)
     o, final = o[..., :value_dim], final[:, :, :key_dim, :value_dim]
     if return_boundary_states:
@@ -217,6 +218,11 @@ def fused_step(
         raise NotImplementedError(
             f"the TPU kernel of fused_step takes K in multiples of {LANES} and got {key_dim}; "
             "padding would copy the state at every token: use another implementation"
+        )
+    if taps_J3HK.shape[0] < 2:
+        raise NotImplementedError(
+            f"the TPU kernel of fused_step takes convolutions of at least 2 taps and got {taps_J3HK.shape[0]}; use "
+            "another implementation"
         )
     batch = x_B3HK.shape[0]
     active = jnp.ones((batch,), jnp.int32) if active_B is None else active_B.astype(jnp.int32)

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._typing import Array
+from pallas_kernels._varying import result_like
 from pallas_kernels.index_select import _tpu_compact as compact
 from pallas_kernels.index_select._tpu_compact import ABSENT, LANES, SUBLANES
 
@@ -278,7 +279,7 @@ def local_best(
         specs.insert(0, block)
     columns = pl.cdiv(static.top_k, LANES) * LANES
     block = (1, 1, padded_rows, columns)
-    result = _like((blocks, query_blocks, *block[2:]), positions_BQ)
+    result = result_like(positions_BQ, (blocks, query_blocks, *block[2:]), jnp.int32)
     results = pl.pallas_call(
         functools.partial(_kernel, static),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -313,14 +314,6 @@ def local_best(
     return [per_query(array) for array in results]
 
 
-def _like(shape: tuple[int, ...], array: Array) -> jax.ShapeDtypeStruct:
-    """int32 of this shape, varying over the mesh axes that the array varies over."""
-    aval = jax.typeof(array)
-    # The name of JAX 0.12, and the one before that.
-    name = "manual_axis_type" if hasattr(aval, "manual_axis_type") else "vma"
-    return jax.ShapeDtypeStruct(shape, jnp.int32, **{name: getattr(aval, name)})
-
-
 def _merge_kernel(
     top_k: int, new_ranks_ref: Any, new_indices_ref: Any, indices_ref: Any, ranks_ref: Any
 ) -> None:
@@ -351,7 +344,7 @@ def merge_shards(ranks_NRK: Array, indices_NRK: Array, top_k: int, interpret: An
         in_specs=[candidates, candidates],
         out_specs=pl.BlockSpec((SUBLANES, columns), lambda r, n: (r, 0)),
         scratch_shapes=[pltpu.VMEM((SUBLANES, columns), jnp.int32)],
-        out_shape=_like((rows, columns), indices_NRK),
+        out_shape=result_like(indices_NRK, (rows, columns), jnp.int32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="index_select_merge",

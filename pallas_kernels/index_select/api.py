@@ -1,12 +1,23 @@
 """Public functions of index selection."""
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from pallas_kernels._dispatch import dispatch
 from pallas_kernels._typing import AnyArray, Array, Float, Int
-from pallas_kernels.index_select import reference, tpu, xla
+from pallas_kernels.index_select import reference, xla
 
-IMPLEMENTATIONS = {"reference": reference.select, "xla": xla.select, "tpu": tpu.select}
+
+def _tpu(*args: Any) -> Any:
+    """The TPU kernel, imported when it is first called: Pallas takes its time, and most programs run without."""
+    from pallas_kernels.index_select import tpu
+
+    return tpu.select(*args)
+
+
+IMPLEMENTATIONS = {"reference": reference.select, "xla": xla.select, "tpu": _tpu}
+# The TPU kernel compiles for every chip but has not run on one: by name only.
 DEFAULT = ("xla",)
 
 

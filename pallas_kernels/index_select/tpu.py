@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._typing import Array, Float, Int
+from pallas_kernels._varying import match_varying
 from pallas_kernels.index_select import _tpu_select, xla
 from pallas_kernels.index_select._tpu_compact import LANES, SUBLANES
-from pallas_kernels.sparse_attention.rows import compute_dtype, match_varying
+from pallas_kernels.sparse_attention.rows import compute_dtype
 
 QUERY_BLOCK = 32
 """Queries of one sequence that share a reading of its keys."""

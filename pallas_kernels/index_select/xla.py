@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._typing import Array, Bool, Float, Int
+from pallas_kernels._varying import match_varying
 from pallas_kernels.index_select.reference import MASKED_SCORE
 from pallas_kernels.index_select.shapes import KEY_TILE, QUERY_BLOCK
 from pallas_kernels.sparse_attention import rows as key_rows
@@ -75,7 +76,7 @@ def tile_scores_rowwise(q_BQHD: Array, k_BSD: Array, weights_BQH: Array, use_rel
 
 def tile_scores(q_BQHD: Array, k_BSD: Array, weights_BQH: Array, use_relu: bool) -> Array:
     """Scores [B, Q, S] in the dtype of the weights; the bits of a score do not depend on its neighbours."""
-    arrays = key_rows.match_varying(q_BQHD, k_BSD, weights_BQH)
+    arrays = match_varying(q_BQHD, k_BSD, weights_BQH)
     return jax.lax.platform_dependent(
         *arrays,
         cpu=functools.partial(tile_scores_rowwise, use_relu=use_relu),
@@ -176,9 +177,7 @@ def _local_candidates(
     best = jnp.full((*positions_BQ.shape, top_k), -jnp.inf, weights_BQH.dtype)
     indices = jnp.full(best.shape, _NO_INDEX, jnp.int32)
     paged = () if page_table_BP is None else (page_table_BP,)
-    best, indices, *_ = key_rows.match_varying(
-        best, indices, q_BQHD, k_index, weights_BQH, local_positions_BQ, *paged
-    )
+    best, indices, *_ = match_varying(best, indices, q_BQHD, k_index, weights_BQH, local_positions_BQ, *paged)
     steps = jnp.minimum((visible_keys + tile - 1) // tile, tiles)
     return jax.lax.fori_loop(0, steps, merge_tile, (best, indices))
 
@@ -209,7 +208,7 @@ def select(
         if axis_name is not None:
             offset = (jax.lax.axis_index(axis_name) * local_keys).astype(jnp.int32)
         positions_BQ = query_positions.astype(jnp.int32)
-        if local_keys * shards <= top_k or queries == 0:
+        if local_keys * shards <= top_k or query_positions.size == 0:
             return first_keys(positions_BQ, local_keys * shards, top_k)
 
         def candidates(block: tuple[Array, Array, Array]) -> tuple[Array, Array]:
@@ -279,7 +278,7 @@ def _scores_at_backward(use_relu, residuals, cotangent_BQN):
         return key_rows.scatter_add(dk, rows, exists, dk_BQND, False), (dq, dw)
 
     arrays = (q_BQHD, weights_BQH, rows_BQN, exists_BQN, cotangent_BQN)
-    start = key_rows.match_varying(jnp.zeros(k_BSD.shape, dtype), k_BSD)[0]
+    start = match_varying(jnp.zeros(k_BSD.shape, dtype), k_BSD)[0]
     dk, gradients = jax.lax.scan(accumulate, start, _row_blocks(arrays, rows_BQN, *q_BQHD.shape[2:]))
     dq, dw = (key_rows.join_queries(g, q_BQHD.shape[1]) for g in gradients)
     return dq, dk.astype(k_BSD.dtype), dw, None, None
@@ -299,5 +298,5 @@ def scores_at(
     """`pallas_kernels.index_select.scores_at` by gathering the keys, in blocks of queries."""
     with jax.named_scope("index_scores_at"):
         rows_BQN, exists_BQN = key_rows.physical_rows(indices, k_index, None)
-        arrays = key_rows.match_varying(q_index, k_index, weights, rows_BQN, exists_BQN)
+        arrays = match_varying(q_index, k_index, weights, rows_BQN, exists_BQN)
         return _scores_at(*arrays, use_relu)

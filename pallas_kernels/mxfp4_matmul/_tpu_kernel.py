@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._typing import Array
+from pallas_kernels._varying import match_varying, result_like
 from pallas_kernels.mxfp4_matmul._codec import BLOCK, NAN_SCALE
 from pallas_kernels.mxfp4_matmul.activations import Activation, apply_activation
 from pallas_kernels.mxfp4_matmul.tensor import MXFP4Tensor
@@ -297,6 +298,8 @@ def grouped_products(
     count = len(weights)
     multiplied = 2 * count * rows * inputs * outputs
     moved = sum(experts * (inputs // per_byte + inputs // BLOCK) * outputs for _ in weights)
+    *leading, x_MK = match_varying(*visits, index, x_MK, *arrays)[: len(visits) + 2]
+    arrays = match_varying(*arrays, x_MK)[:-1]
     with jax.named_scope("grouped_matmul_tpu"):
         return pl.pallas_call(
             functools.partial(_kernel, options, layout),
@@ -314,7 +317,7 @@ def grouped_products(
                     *[pltpu.VMEM((tile.rows, columns), jnp.float32)] * count,
                 ],
             ),
-            out_shape=jax.ShapeDtypeStruct((rows, width), x_MK.dtype),
+            out_shape=result_like(x_MK, (rows, width), x_MK.dtype),
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM_LIMIT
             ),
@@ -325,4 +328,4 @@ def grouped_products(
             ),
             interpret=options.interpret,
             name="mxfp4_grouped_glu" if options.activation is not None else "mxfp4_grouped_matmul",
-        )(*visits, index, x_MK, *arrays)
+        )(*leading, x_MK, *arrays)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._typing import Array
+from pallas_kernels._varying import match_varying
 from pallas_kernels.mxfp4_matmul._tpu_kernel import Options, grouped_products
 from pallas_kernels.mxfp4_matmul.activations import Activation, apply_activation
 from pallas_kernels.mxfp4_matmul.quantize import fake_quantize_mxfp8
@@ -31,6 +32,7 @@ def grouped_matmul(
       NotImplementedError: for float64 rows, float weights, the layout "packed_nk", or sizes off the kernel's.
     """
     _refuse(x, w)
+    x, group_sizes = _shared_out(x, group_sizes, w)
     return _grouped(
         Options(None, False, interpret), _activations(x, activation_dtype), (w,), group_sizes, layer
     )
@@ -53,6 +55,7 @@ def grouped_glu(
     """
     _refuse(x, w_gate, w_up)
     options = Options(activation, False, interpret)
+    x, group_sizes = _shared_out(x, group_sizes, w_gate, w_up)
     return _grouped(options, _activations(x, activation_dtype), (w_gate, w_up), group_sizes, layer)
 
 
@@ -66,6 +69,12 @@ def matmul(
     sizes = jnp.full((1,), rows.shape[0], jnp.int32)
     result = grouped_matmul(rows, one_expert, sizes, layer, activation_dtype, interpret)
     return result.reshape(*x.shape[:-1], result.shape[-1])
+
+
+def _shared_out(x: Array, group_sizes: Array, *weights: MXFP4Tensor) -> tuple[Array, Array]:
+    """Rows and sizes with the marks of the weights: rows that all devices share get the sum of their gradients."""
+    x, group_sizes, *_ = match_varying(x, group_sizes, *jax.tree.leaves(weights))
+    return x, group_sizes
 
 
 def _activations(x: Array, activation_dtype: Any) -> Array:

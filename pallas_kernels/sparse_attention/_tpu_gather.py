@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._typing import Array
+from pallas_kernels._varying import result_like
 from pallas_kernels.sparse_attention import _tpu_softmax as online
-from pallas_kernels.sparse_attention import rows as key_rows
 
 _VMEM_LIMIT = 48 * 2**20
 
@@ -180,8 +180,8 @@ def attention(
         ],
         out_specs=[per_query(heads, options.value_dim), per_query(1, heads)],
         out_shape=[
-            key_rows.result_like(q_BQHC, (batch, queries, heads, options.value_dim), q_BQHC.dtype),
-            key_rows.result_like(q_BQHC, (batch, queries, 1, heads), jnp.float32),
+            result_like(q_BQHC, (batch, queries, heads, options.value_dim), q_BQHC.dtype),
+            result_like(q_BQHC, (batch, queries, 1, heads), jnp.float32),
         ],
         scratch_shapes=[
             pltpu.VMEM((2, per_copy * block, width), kv_latent.dtype),

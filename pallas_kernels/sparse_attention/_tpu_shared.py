@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels._typing import Array
+from pallas_kernels._varying import result_like
 from pallas_kernels.sparse_attention import _tpu_softmax as online
 from pallas_kernels.sparse_attention import rows as key_rows
 
@@ -103,7 +104,7 @@ def selection_bits(indices_BQN: Array, keys: int, interpret: Any) -> Array:
         grid=(batch, queries // _MASK_QUERIES),
         in_specs=[pl.BlockSpec((1, _MASK_QUERIES, selected), lambda b, q: (b, q, 0))],
         out_specs=pl.BlockSpec((1, word_rows, _MASK_QUERIES, LANES), lambda b, q: (b, 0, q, 0)),
-        out_shape=key_rows.result_like(indices_BQN, (batch, word_rows, queries, LANES), jnp.int32),
+        out_shape=result_like(indices_BQN, (batch, word_rows, queries, LANES), jnp.int32),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=_VMEM_LIMIT
         ),
@@ -220,8 +221,8 @@ def _attend(options: Options, q_BQHC: Array, kv_BSC: Array, indices_BQN: Array) 
             ],
         ),
         out_shape=[
-            key_rows.result_like(q_BQHC, (batch, heads, queries, options.value_dim), q_BQHC.dtype),
-            key_rows.result_like(q_BQHC, (batch, queries // options.queries, 1, rows), jnp.float32),
+            result_like(q_BQHC, (batch, heads, queries, options.value_dim), q_BQHC.dtype),
+            result_like(q_BQHC, (batch, queries // options.queries, 1, rows), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=_VMEM_LIMIT

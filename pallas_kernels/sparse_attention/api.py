@@ -83,6 +83,10 @@ def sparse_attention(
             f"page_table has {page_table.shape[0]} rows but q_latent has {batch} sequences; "
             f"pass one row per sequence."
         )
+    if 0 in (*q_latent.shape, *kv_latent.shape, *indices.shape):
+        dtype = compute_dtype(jnp.asarray(q_latent), jnp.asarray(kv_latent))
+        rows = q_latent.shape[:3]
+        return jnp.zeros((*rows, value_dim), q_latent.dtype), jnp.full(rows, -jnp.inf, dtype)
     return dispatch(
         "sparse_attention",
         IMPLEMENTATIONS,

@@ -1,7 +1,5 @@
 """Reading and writing rows of a key cache by index, in blocks of queries of bounded size."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -15,38 +13,6 @@ def compute_dtype(*arrays: Array) -> jnp.dtype:
     """float32, or float64 when one of the arrays is float64."""
     # Promotion by JAX's own functions is an error where strict promotion is switched on.
     return jnp.dtype(jnp.float64 if any(a.dtype == jnp.float64 for a in arrays) else jnp.float32)
-
-
-def _varying_axes(array: Array) -> frozenset[str]:
-    aval = jax.typeof(array)
-    # The attribute of JAX 0.12, and its name before that.
-    return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
-
-
-def match_varying(*arrays: Array) -> tuple[Array, ...]:
-    """The arrays, each marked as varying over every manual mesh axis that any of them varies over.
-
-    Loops and custom gradients need equal marks on everything they mix. The transpose of the mark is the sum
-    over the axis, so an array that all devices share receives the sum of the devices' gradients.
-    """
-    axes = frozenset[str]().union(*(_varying_axes(a) for a in arrays))
-
-    def mark(a: Array) -> Array:
-        missing = tuple(sorted(axes - _varying_axes(a)))
-        return jax.lax.pcast(a, missing, to="varying") if missing else a
-
-    return tuple(mark(a) for a in arrays)
-
-
-def result_like(array: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a kernel's result that varies over the manual mesh axes that `array` varies over."""
-    aval: Any = jax.typeof(array)
-    marks: dict[str, Any] = (
-        {"manual_axis_type": aval.manual_axis_type}
-        if hasattr(aval, "manual_axis_type")
-        else {"vma": aval.vma}
-    )
-    return jax.ShapeDtypeStruct(shape, dtype, **marks)
 
 
 def physical_rows(indices_BQN: Array, cache: Array, page_table_BP: Array | None) -> tuple[Array, Array]:

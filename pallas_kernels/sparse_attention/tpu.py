@@ -2,7 +2,7 @@
 
 Two ways. Fetching every query's own rows costs 13 instruction bundles per selected key (and 4 to multiply it, with
 96 heads), whatever the cache holds, and 2.6 KB of HBM traffic: for 2,048 keys 33,000 bundles, about 19 us, and 5 MB,
-2 us. Sharing the cache among a block of queries costs, per query and key of the cache, 2 H (C + 2 V) operations of
+3 us. Sharing the cache among a block of queries costs, per query and key of the cache, 2 H (C + 2 V) operations of
 the matrix unit, 250,000 per bundle, and 0.03 bundles for the mask: with 12 heads 25,000 bundles at 128K keys,
 100,000 at 512K; with 96 heads 172,000 at 128K. The cache is read once per block of 64 queries, 168 MB at 128K keys,
 where their own rows are 336 MB. So queries share where there are many of them, few heads and not too many keys.
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._typing import Array, Float, Int
+from pallas_kernels._varying import match_varying
 from pallas_kernels.sparse_attention import _tpu_gather, _tpu_shared, xla
 from pallas_kernels.sparse_attention import rows as key_rows
 
@@ -127,5 +128,5 @@ def sparse_attention(
         options = _tpu_gather.Options(scale, value_dim, block or _FETCH_BLOCK, interpret)
     with jax.named_scope("sparse_attention"):
         rows_BQN, exists_BQN = key_rows.physical_rows(indices_BQN, kv_latent, page_table_BP)
-        q, kv, rows, exists = key_rows.match_varying(q_BQHC, kv_latent, rows_BQN, exists_BQN)
+        q, kv, rows, exists = match_varying(q_BQHC, kv_latent, rows_BQN, exists_BQN)
         return _attention(options, paged, q, kv, rows, exists)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._typing import Array, Float, Int
+from pallas_kernels._varying import match_varying
 from pallas_kernels.sparse_attention import rows as key_rows
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -118,7 +119,7 @@ def backward(
         with jax.named_scope("scatter"):
             return key_rows.scatter_add(dkv, rows, exists, dkv_BQNC, paged), dq
 
-    start = key_rows.match_varying(jnp.zeros(kv_latent.shape, dtype), kv_latent)[0]
+    start = match_varying(jnp.zeros(kv_latent.shape, dtype), kv_latent)[0]
     dkv, dq = jax.lax.scan(accumulate, start, (*blocks, do, dlogsumexp))
     dq = key_rows.join_queries(dq, q_BQHC.shape[1])
     return dq.astype(q_BQHC.dtype), dkv.astype(kv_latent.dtype), None, None
@@ -190,7 +191,7 @@ def sparse_attention(
         masked = few and queries >= _MASKED_QUERIES and page_table_BP is None
     with jax.named_scope("sparse_attention"):
         rows_BQN, exists_BQN = key_rows.physical_rows(indices_BQN, kv_latent, page_table_BP)
-        q, kv, rows, exists = key_rows.match_varying(q_BQHC, kv_latent, rows_BQN, exists_BQN)
+        q, kv, rows, exists = match_varying(q_BQHC, kv_latent, rows_BQN, exists_BQN)
         if masked:
             return _masked_attention(q, kv, rows, exists, scale, value_dim)
         return _attention(q, kv, rows, exists, scale, value_dim, page_table_BP is not None)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
 from pallas_kernels import delta_rule
@@ -253,6 +255,35 @@ def test_fused_step_is_the_definition() -> None:
     np.testing.assert_allclose(state[0, 0], expected, rtol=0, atol=1e-6)
     np.testing.assert_allclose(y[0, 0], o, rtol=0, atol=1e-6)
     np.testing.assert_array_equal(window[0], inputs[1:].astype(np.float32))
+
+
+def test_results_vary_over_the_axes_of_the_arguments() -> None:
+    """Under shard_map with its checks on, each device with tokens or rows of its own, and the gradient's sum."""
+    mesh = jax.make_mesh((1,), ("context",), axis_types=(AxisType.Auto,))
+    x = make_inputs(5)
+    token = [a[:, 0] for a in x[:5]]
+
+    def functions(k: jax.Array, others: list[jax.Array]) -> tuple[Any, ...]:
+        q, v, log_decay, beta, state = others
+
+        def loss(state: jax.Array) -> jax.Array:
+            o, last = tpu.delta_rule(q, k, v, log_decay, beta, state)
+            return jax.lax.psum(jnp.sum(o) + jnp.sum(last), "context")
+
+        maps = tpu.segment_map(k, v, log_decay, beta)
+        return jax.lax.pcast(jax.grad(loss)(state), "context", to="varying"), maps
+
+    sharded = jax.shard_map(functions, mesh=mesh, in_specs=(P(None, "context"), P()), out_specs=P("context"))
+    others = [x[0], *x[2:]]
+    gradient, _ = jax.eval_shape(sharded, x[1], others)
+    assert gradient.shape == x[5].shape
+
+    def step(k: jax.Array, others: list[jax.Array]) -> Any:
+        return tpu.step(others[0], k, *others[1:])
+
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=(P("context"), P()), out_specs=P("context"))
+    o, _ = jax.eval_shape(sharded, token[1], [token[0], *token[2:], x[5]])
+    assert o.shape == token[2].shape
 
 
 def test_what_the_kernels_refuse() -> None:

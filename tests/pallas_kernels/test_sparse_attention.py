@@ -356,6 +356,21 @@ def test_shards_of_heads_and_keys_give_the_same_values_and_gradients():
     assert done.stdout.split() == ["equal"]
 
 
+@pytest.mark.parametrize("shape", [(0, 20, 3, 8, 4), (2, 0, 3, 8, 4), (2, 20, 3, 0, 4), (2, 20, 3, 8, 0)])
+def test_nothing_to_attend_to_is_no_key(shape):
+    """Batch, queries, heads, keys, selected: with none of something every row is one without a key."""
+    batch, queries, heads, keys, selected = shape
+    o, logsumexp = sparse_attention.sparse_attention(
+        jnp.ones((batch, queries, heads, 6)),
+        jnp.ones((batch, keys, 6)),
+        jnp.zeros((batch, queries, selected), jnp.int32) - 1,
+        0.5,
+        4,
+    )
+    assert o.shape == (batch, queries, heads, 4) and logsumexp.shape == (batch, queries, heads)
+    assert not np.asarray(o).any() and np.isneginf(np.asarray(logsumexp)).all()
+
+
 def test_errors_name_the_value_and_the_way_out():
     q, kv, indices, _ = random_problem()
     with pytest.raises(ValueError, match="kv_latent has 9 channels but q_latent has 10"):

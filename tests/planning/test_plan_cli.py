@@ -81,6 +81,7 @@ def test_the_table_tells_the_verdict_and_the_arithmetic(capsys: pytest.CaptureFi
     [
         (["--chips", "h200"], "--chips 'h200' is not KIND:COUNT, for example --chips h200:16."),
         (["--chips", "h200:0"], "--chips 'h200:0' is not KIND:COUNT"),
+        (["--chips", "h200:1000000000"], "The number of chips is 1000000000; the search goes up to 65,536"),
         (["--chips", "h201:8"], "There is no chip 'h201'; the known ones are v5p"),
         (["--mesh", "tpu9"], "There is no mesh file 'tpu9'; name one of b200-16"),
         (

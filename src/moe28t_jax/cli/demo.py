@@ -33,9 +33,8 @@ def run_demo(options: argparse.Namespace) -> int:
     printer = Printer() if show else None
     found: dict[str, Any] = {}
 
-    _heading(show, "1. A text is continued")
+    _heading(show, "1. A text is continued (its first token takes a while: the model is compiled)")
     if show:
-        print("(The first token takes a while: the model is compiled.)", file=sys.stderr, flush=True)
         print(harmless(options.prompt, sys.stdout), end="", flush=True)
     text = []
     for chunk in model.stream(options.prompt, **TEXT_OPTIONS):

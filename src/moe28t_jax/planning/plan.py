@@ -26,6 +26,9 @@ from moe28t_jax.planning.memory import (
 from moe28t_jax.planning.prices import Prices, load_prices
 from moe28t_jax.planning.roofline import Roofline, roofline
 
+MAX_CHIPS = 65_536
+"""Of a search, whose meshes are divisions of all devices over five axes; no pod has as many."""
+
 NAIVE_BYTES_PER_PARAMETER = 0.5
 NAIVE_HEADROOM = (1.2, 1.3)
 CHUNK = 8192
@@ -326,6 +329,8 @@ def search(
     device = chip(kind)
     if chips < 1:
         raise ValueError(f"The number of chips is {chips}; it is a positive whole number.")
+    if chips > MAX_CHIPS:
+        raise ValueError(f"The number of chips is {chips}; the search goes up to {MAX_CHIPS:,}: take fewer.")
     _check_independent(config, device, phase, batch, context, chunk)
     best: tuple[tuple[bool, float, int], MeshFile] | None = None
     for mesh in _meshes(config, device, chips, batch, context):

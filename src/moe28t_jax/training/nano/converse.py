@@ -30,7 +30,7 @@ from moe28t_jax.config import ModelConfig
 from moe28t_jax.model.network import Inputs, project_logits, run
 from moe28t_jax.model.parameters import Parameters, initialize
 from moe28t_jax.model.vision import encode_images
-from moe28t_jax.training.nano.conversations import KINDS, draw_conversation, picture_patches
+from moe28t_jax.training.nano.conversations import KINDS, MAX_PICTURES, draw_conversation, picture_patches
 from moe28t_jax.training.nano.corpus import load_corpus
 from moe28t_jax.training.nano.optimization import (
     Flat,
@@ -110,7 +110,7 @@ def make_batch(
         weights[row, : len(ids) - 1] = weight[1:]
         lengths[row] = len(ids) - 1
         pictures += conversation.pictures
-    places_for_pictures = max(1, settings.rows.count("pictures")) * 4
+    places_for_pictures = max(1, settings.rows.count("pictures")) * MAX_PICTURES
     patches = picture_patches(pictures, places_for_pictures)
     return {"tokens": tokens, "weights": weights, "lengths": lengths, "patches": patches}
 
@@ -200,7 +200,7 @@ def load_start(start: Path, template: Parameters, config: ModelConfig) -> tuple[
         if name not in arrays or arrays[name].shape != value.shape:
             raise ValueError(
                 f"{str(start)!r} has {name} of shape {value.shape}, which this configuration has not; "
-                "start from a checkpoint of the first training."
+                "start from a checkpoint of the first training or of a run of this one."
             )
         arrays[name] = value
     return arrays, loaded.has_vision
@@ -324,7 +324,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--start", type=Path, help="checkpoint of the first training (none: random weights)")
+    parser.add_argument(
+        "--start",
+        type=Path,
+        help="checkpoint of either training (none: random weights)",
+    )
     parser.add_argument(
         "--output", type=Path, required=True, help="folder of the run; continued if it exists"
     )
@@ -368,6 +372,8 @@ def main() -> None:
         structure_weight=arguments.structure_weight,
     )
     if arguments.miniature:
+        if settings.rows != Settings.rows or settings.length != Settings.length:
+            parser.error("--miniature has rows and a length of its own; leave --rows and --length out.")
         settings = replace(
             settings, rows=("strings",) * 8, length=256, tower_steps=0, muon_learning_rate=8e-3
         )
