@@ -201,4 +201,7 @@ def test_step(name: str, chip: str) -> None:
     analysis = compiled.memory_analysis()
     assert analysis is not None
     assert analysis.alias_size_in_bytes >= 4 * batch * heads * key_dim * value_dim
-    assert temporary_bytes(compiled) <= 512 * batch * -(-heads // 8) * 8 + SMALL
+    tiles = batch * -(-heads // 8) * 8 * 128
+    # With heads that fill no tiles of 8, copies in tiles of what a token brings and gets.
+    copies = tiles * (2 * 4 + 4) if heads % 8 else 0
+    assert temporary_bytes(compiled) <= 4 * tiles + copies + SMALL
