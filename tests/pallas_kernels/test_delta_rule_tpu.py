@@ -143,8 +143,8 @@ def test_gradient_of_the_output_alone_in_bfloat16(bounded: bool) -> None:
     found, expected = (jax.grad(f, argnums=tuple(range(6)))(*x) for f in (loss, reference))
     for a, e in zip(found, expected, strict=True):
         assert a.dtype == e.dtype
-        # bfloat16 keeps 8 bits; the gradients are sums in float32, rounded once.
-        assert_close(a, e, 8e-3 if a.dtype == jnp.bfloat16 else 1e-3)
+        # bfloat16 keeps 8 bits; the gradients are sums in float32, rounded once, of cotangents that hold o in bfloat16.
+        assert_close(a, e, 8e-3 if a.dtype == jnp.bfloat16 else 2e-3)
 
 
 @pytest.mark.parametrize("name", FIXTURES)
