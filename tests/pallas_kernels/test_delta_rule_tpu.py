@@ -134,17 +134,21 @@ def test_products_of_bfloat16_lose_little(bounded: bool) -> None:
 def test_gradient_of_the_output_alone_in_bfloat16(bounded: bool) -> None:
     x = make_bfloat16(3, (1, 130, 3, 16, 16), bounded)
 
+    # A cotangent that does not depend on o, whose rounding to bfloat16 would be part of it.
+    weights = make_inputs(6, (1, 130, 3, 16, 16))[2]
+
     def loss(*x: jax.Array) -> jax.Array:
-        return jnp.sum(tpu.delta_rule(*x, interpret=INTERPRET)[0].astype(jnp.float32) ** 2)
+        return jnp.sum(tpu.delta_rule(*x, interpret=INTERPRET)[0].astype(jnp.float32) * weights)
 
     def reference(*x: jax.Array) -> jax.Array:
-        return jnp.sum(delta_rule.delta_rule(*x, implementation="reference")[0].astype(jnp.float32) ** 2)
+        o = delta_rule.delta_rule(*x, implementation="reference")[0]
+        return jnp.sum(o.astype(jnp.float32) * weights)
 
     found, expected = (jax.grad(f, argnums=tuple(range(6)))(*x) for f in (loss, reference))
     for a, e in zip(found, expected, strict=True):
         assert a.dtype == e.dtype
-        # bfloat16 keeps 8 bits; the gradients are sums in float32, rounded once, of cotangents that hold o in bfloat16.
-        assert_close(a, e, 8e-3 if a.dtype == jnp.bfloat16 else 2e-3)
+        # bfloat16 keeps 8 bits; the gradients are sums in float32, rounded once.
+        assert_close(a, e, 8e-3 if a.dtype == jnp.bfloat16 else 1e-4)
 
 
 @pytest.mark.parametrize("name", FIXTURES)
