@@ -62,6 +62,10 @@ class Options(NamedTuple):
     exact: bool
     interpret: Any
 
+    def of_gradient(self) -> "Options":
+        """Of a cotangent with a transposed weight. Cotangents are not exact in bfloat16, even where the rows are."""
+        return self._replace(activation=None, transposed=True, exact=False)
+
 
 class Visits(NamedTuple):
     """Per visit, int32: the expert (-1 for rows of nobody), the first row fetched, the first and number of its own.

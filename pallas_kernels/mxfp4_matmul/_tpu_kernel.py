@@ -42,6 +42,10 @@ class Options(NamedTuple):
     transposed: bool
     interpret: Any
 
+    def of_gradient(self) -> "Options":
+        """Of a cotangent with a transposed weight."""
+        return self._replace(activation=None, transposed=True)
+
 
 class Visits(NamedTuple):
     """Per visit, int32: expert whose weights are held, tile of rows, first row and end of the rows multiplied.

@@ -16,7 +16,6 @@ products run on while the next weights are unpacked. Compiled ahead of time for 
 Blackwell has no `wgmma`, so the compiler refuses the kernel for sm_100a.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -24,7 +23,8 @@ import jax.numpy as jnp
 
 from pallas_kernels._typing import Array
 from pallas_kernels.mxfp4_matmul._gpu_kernel import COLUMNS, Options, grouped_products
-from pallas_kernels.mxfp4_matmul.activations import Activation, apply_activation
+from pallas_kernels.mxfp4_matmul._packed import as_one_group, differentiable
+from pallas_kernels.mxfp4_matmul.activations import Activation
 from pallas_kernels.mxfp4_matmul.quantize import fake_quantize_mxfp8
 from pallas_kernels.mxfp4_matmul.tensor import MXFP4Tensor
 
@@ -76,12 +76,7 @@ def matmul(
     x: Array, w: MXFP4Tensor, layer: Array | None, activation_dtype: Any, interpret: Any = None
 ) -> Array:
     """See `api.matmul`: one group that holds every row."""
-    rows = x.reshape(-1, x.shape[-1])
-    axis = w.packed.ndim - 2
-    one_expert = MXFP4Tensor(jnp.expand_dims(w.packed, axis), jnp.expand_dims(w.scale_bytes, axis), w.layout)
-    sizes = jnp.full((1,), rows.shape[0], jnp.int32)
-    result = grouped_matmul(rows, one_expert, sizes, layer, activation_dtype, interpret)
-    return result.reshape(*x.shape[:-1], result.shape[-1])
+    return as_one_group(grouped_matmul, x, w, layer, activation_dtype, interpret)
 
 
 def _activations(x: Array, activation_dtype: Any) -> Array:
@@ -125,43 +120,4 @@ def _refuse(x: Array, *weights: Any) -> None:
         )
 
 
-# Compiled as one function so that calls outside jit do not compile again each time.
-@functools.partial(jax.jit, static_argnums=(0,))
-def _products(
-    options: Options, x: Array, weights: tuple[MXFP4Tensor, ...], group_sizes: Array, layer: Array | None
-) -> Array:
-    return grouped_products(options, x, weights, group_sizes, layer)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(
-    options: Options, x: Array, weights: tuple[MXFP4Tensor, ...], group_sizes: Array, layer: Array | None
-) -> Array:
-    return _products(options, x, weights, group_sizes, layer)
-
-
-def _forward(
-    options: Options, x: Array, weights: tuple[MXFP4Tensor, ...], group_sizes: Array, layer: Array | None
-) -> tuple[Array, Any]:
-    return _grouped(options, x, weights, group_sizes, layer), (x, weights, group_sizes, layer)
-
-
-def _backward(options: Options, residuals: Any, cotangent: Array) -> tuple[Array, None, None, None]:
-    """The gradient of the rows; bytes have none, and JAX refuses to differentiate with respect to them."""
-    x, weights, group_sizes, layer = residuals
-    cotangents = (cotangent,)
-    if options.activation is not None:
-        plain = options._replace(activation=None)
-        products = [_products(plain, x, (w,), group_sizes, layer) for w in weights]
-        _, pull_back = jax.vjp(functools.partial(apply_activation, options.activation), *products)
-        cotangents = pull_back(cotangent)
-    # Cotangents are not exact in bfloat16, even where the rows are.
-    transposed = options._replace(activation=None, transposed=True, exact=False)
-    parts = [
-        _products(transposed, part, (w,), group_sizes, layer)
-        for part, w in zip(cotangents, weights, strict=True)
-    ]
-    return functools.reduce(jnp.add, parts), None, None, None
-
-
-_grouped.defvjp(_forward, _backward)
+_grouped = differentiable(grouped_products)

@@ -4,7 +4,6 @@ Layouts: "packed_kn" on every chip (nibbles are taken apart by integer arithmeti
 first whose vector unit reads 4-bit floats.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -12,8 +11,9 @@ import jax.numpy as jnp
 
 from pallas_kernels._typing import Array
 from pallas_kernels._varying import match_varying
+from pallas_kernels.mxfp4_matmul._packed import as_one_group, differentiable
 from pallas_kernels.mxfp4_matmul._tpu_kernel import Options, grouped_products
-from pallas_kernels.mxfp4_matmul.activations import Activation, apply_activation
+from pallas_kernels.mxfp4_matmul.activations import Activation
 from pallas_kernels.mxfp4_matmul.quantize import fake_quantize_mxfp8
 from pallas_kernels.mxfp4_matmul.tensor import MXFP4Tensor
 
@@ -63,12 +63,7 @@ def matmul(
     x: Array, w: MXFP4Tensor, layer: Array | None, activation_dtype: Any, interpret: Any = False
 ) -> Array:
     """See `api.matmul`: one group that holds every row."""
-    rows = x.reshape(-1, x.shape[-1])
-    axis = w.packed.ndim - 2
-    one_expert = MXFP4Tensor(jnp.expand_dims(w.packed, axis), jnp.expand_dims(w.scale_bytes, axis), w.layout)
-    sizes = jnp.full((1,), rows.shape[0], jnp.int32)
-    result = grouped_matmul(rows, one_expert, sizes, layer, activation_dtype, interpret)
-    return result.reshape(*x.shape[:-1], result.shape[-1])
+    return as_one_group(grouped_matmul, x, w, layer, activation_dtype, interpret)
 
 
 def _shared_out(x: Array, group_sizes: Array, *weights: MXFP4Tensor) -> tuple[Array, Array]:
@@ -99,53 +94,4 @@ def _refuse(x: Array, *weights: Any) -> None:
             )
 
 
-# Compiled as one function so that calls outside jit do not compile again each time.
-@functools.partial(jax.jit, static_argnums=(0,))
-def _products(
-    options: Options, x: Array, weights: tuple[MXFP4Tensor, ...], group_sizes: Array, layer: Array | None
-) -> Array:
-    return grouped_products(options, x, weights, group_sizes, layer)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(
-    options: Options, x: Array, weights: tuple[MXFP4Tensor, ...], group_sizes: Array, layer: Array | None
-) -> Array:
-    return _products(options, x, weights, group_sizes, layer)
-
-
-def _forward(options: Options, x: Any, weights: Any, group_sizes: Any, layer: Any) -> tuple[Array, Any]:
-    """Arguments arrive with a flag that says whether a derivative with respect to them is wanted."""
-    for w in weights:
-        if w.packed.perturbed or w.scale_bytes.perturbed:
-            raise TypeError(
-                "A gradient with respect to a packed MXFP4 weight was asked for, and there is none; "
-                "differentiate with respect to float master weights passed through fake_quantize, or close "
-                "over the packed weight."
-            )
-    values = jax.tree.map(
-        lambda node: node.value,
-        (x, weights, group_sizes, layer),
-        is_leaf=lambda node: hasattr(node, "perturbed"),
-    )
-    return _grouped(options, *values), values
-
-
-def _backward(options: Options, residuals: Any, cotangent: Any) -> tuple[Any, Any, None, None]:
-    x, weights, group_sizes, layer = residuals
-    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        cotangent = jnp.zeros(cotangent.shape, x.dtype)
-    plain = options._replace(activation=None)
-    cotangents = (cotangent,)
-    if options.activation is not None:
-        products = [_products(plain, x, (w,), group_sizes, layer) for w in weights]
-        _, pull_back = jax.vjp(functools.partial(apply_activation, options.activation), *products)
-        cotangents = pull_back(cotangent)
-    parts = [
-        _products(plain._replace(transposed=True), part, (w,), group_sizes, layer)
-        for part, w in zip(cotangents, weights, strict=True)
-    ]
-    return functools.reduce(jnp.add, parts), tuple(None for _ in weights), None, None
-
-
-_grouped.defvjp(_forward, _backward, symbolic_zeros=True)
+_grouped = differentiable(grouped_products)
