@@ -1,10 +1,39 @@
 """The rule by which every operation chooses among its implementations."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+IMPLEMENTATIONS = ("reference", "xla", "tpu", "gpu")
+"""Every name that an operation may use for an implementation."""
+
+# Part of the key of JAX's caches, so that what was traced under another preference is never used again.
+_preferred = jax.make_user_context(())
+
+
+@contextmanager
+def prefer(*implementations: str) -> Iterator[None]:
+    """While it lasts, operations that may choose try these implementations first, in this order.
+
+    For kernels that are no default because they have not run on their device, and for programs that are compiled
+    ahead of time for a device that is not there: `with prefer("tpu"): jax.jit(f).lower(...)`. An implementation
+    that refuses a case is passed over as always, and one asked for by name is still called alone. The preference
+    holds where a function is traced; preferences do not add up: the innermost counts, and `prefer()` is none.
+
+    Raises:
+      ValueError: for a name that no operation uses.
+    """
+    unknown = [name for name in implementations if name not in IMPLEMENTATIONS]
+    if unknown:
+        raise ValueError(
+            f"There is no implementation {unknown[0]!r} to prefer; the names are {', '.join(IMPLEMENTATIONS)}."
+        )
+    with _preferred(implementations):
+        yield
 
 
 def dispatch(
@@ -17,9 +46,10 @@ def dispatch(
 ) -> Any:
     """Call one implementation of an operation and return its result.
 
-    With `implementation=None` the names in `default` are tried in order; an implementation refuses a case it
-    does not support by raising NotImplementedError, and the next one is tried. An implementation asked for by
-    name is called alone, so its NotImplementedError reaches the caller: there is never a silent substitute.
+    With `implementation=None` those that `prefer` names and then those in `default` are tried in order; an
+    implementation refuses a case it does not support by raising NotImplementedError, and the next one is tried.
+    An implementation asked for by name is called alone, so its NotImplementedError reaches the caller: there is
+    never a silent substitute.
 
     Args:
       op_name: the operation's public name, used in error messages.
@@ -44,7 +74,8 @@ def dispatch(
             )
         return implementations[implementation](*args, **kwargs)
     refusals: list[str] = []
-    for name in default:
+    preferred = [name for name in _preferred.value if name in implementations]
+    for name in dict.fromkeys((*preferred, *default)):
         try:
             return implementations[name](*args, **kwargs)
         except NotImplementedError as refusal:

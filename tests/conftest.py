@@ -15,10 +15,14 @@ from hypothesis import HealthCheck, settings
 # Most of the suite's time is compilation; at this level LLVM takes less than half of it for programs that run
 # once or twice. The generated code differs in speed only, and every tolerance holds at both levels.
 _COMPILE_QUICKLY = "--xla_backend_optimization_level=1"
+# Each thread of a kernel is a program of its own in the GPU interpreter, and those that wait at a barrier hold a thread
+# of XLA's pool: with no more of these than a small machine has cores, the one they wait for may find none left.
+_POOL_THREADS = max(4, os.cpu_count() or 1)
 POLICY = {
     "JAX_PLATFORMS": "cpu",
     "JAX_NUMPY_DTYPE_PROMOTION": "strict",
     "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {_COMPILE_QUICKLY}".strip(),
+    "NPROC": os.environ.get("NPROC", str(_POOL_THREADS)),
 }
 
 if "jax" in sys.modules:

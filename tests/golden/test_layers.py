@@ -1,6 +1,5 @@
-"""Single layers against recorded outputs of independent implementations."""
+"""Single layers against recorded outputs of independent implementations; delta attention has a file of its own."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,8 +8,7 @@ import numpy as np
 import pytest
 
 from moe28t_jax.model import Group
-from moe28t_jax.model.cache import KDACache, LatentCache
-from moe28t_jax.model.kda import kda_attention
+from moe28t_jax.model.cache import LatentCache
 from moe28t_jax.model.mla import mla_attention
 from moe28t_jax.model.moe import gated_mlp, mixture_of_experts, route
 from moe28t_jax.model.parameters import Weight
@@ -22,95 +20,11 @@ from tests.golden.fixtures import DATA, assert_close, difference, read
 pytestmark = pytest.mark.golden
 
 TOLERANCE = 2e-5
-kda_step = jax.jit(kda_attention, static_argnames=("config",))
 mla_step = jax.jit(mla_attention, static_argnames=("config", "collect"))
-
-
-def empty_kda_cache(config: Any, batch: int) -> KDACache:
-    kda = config.kda
-    return KDACache(
-        jnp.zeros((batch, kda.num_heads, kda.head_dim, kda.head_dim), jnp.float32),
-        jnp.zeros((batch, kda.conv_size - 1, 3 * kda.size), jnp.float32),
-    )
 
 
 def all_of(x: Any) -> jax.Array:
     return jnp.full((x.shape[0],), x.shape[1], jnp.int32)
-
-
-# -- delta attention -----------------------------------------------------------------------------------------------
-@functools.cache
-def kda_k3():
-    return fixtures.kda_layer("kda_layer_k3")
-
-
-def assert_kda_cache(cache: KDACache, state: Any, window: Any, what: str) -> None:
-    assert_close(cache.state_BHKV, state, TOLERANCE, f"{what}: state")
-    assert_close(cache.window_BWC, window, TOLERANCE, f"{what}: convolution window")
-
-
-def test_kda_output_and_states_at_the_cuts():
-    config, group = kda_k3()
-    tensors, meta = read("kda_layer_k3")
-    x = jnp.asarray(tensors["x"])
-    batch, count, _ = x.shape
-    # One compiled shape for all cuts: the tokens after a cut are padding.
-    for cut in meta["cuts"]:
-        lengths = jnp.full((batch,), cut, jnp.int32)
-        y, cache = kda_step(group, x, empty_kda_cache(config, batch), lengths, config)
-        assert_close(y[:, :cut], tensors["y"][:, :cut], TOLERANCE, f"y up to {cut}")
-        assert_kda_cache(cache, tensors[f"kda_state_{cut}"], tensors[f"conv_state_{cut}"], f"after {cut}")
-    assert meta["cuts"][-1] == count
-
-
-def test_kda_continues_from_a_given_state():
-    config, group = kda_k3()
-    tensors, _ = read("kda_layer_k3")
-    y_init = tensors["y_init"]
-    x = jnp.asarray(tensors["x"][:, : y_init.shape[1]])
-    cache = KDACache(jnp.asarray(tensors["init_kda_state"]), jnp.asarray(tensors["init_conv_state"]))
-    y, cache = kda_step(group, x, cache, all_of(x), config)
-    assert_close(y, y_init, TOLERANCE, "y")
-    final = tensors["final_kda_state_init"], tensors["final_conv_state_init"]
-    assert_kda_cache(cache, *final, "at the end")
-
-
-def test_kda_token_by_token_reaches_the_recorded_state():
-    config, group = kda_k3()
-    tensors, meta = read("kda_layer_k3")
-    x = jnp.asarray(tensors["x"])
-    cache = empty_kda_cache(config, x.shape[0])
-    ones = jnp.ones((x.shape[0],), jnp.int32)
-    rows = []
-    cuts = [cut for cut in meta["cuts"] if cut <= 65]
-    for token in range(max(cuts)):
-        y, cache = kda_step(group, x[:, token : token + 1], cache, ones, config)
-        rows.append(y)
-        if token + 1 in cuts:
-            cut = token + 1
-            assert_kda_cache(cache, tensors[f"kda_state_{cut}"], tensors[f"conv_state_{cut}"], f"after {cut}")
-    y = jnp.concatenate(rows, axis=1)
-    assert_close(y, tensors["y"][:, : y.shape[1]], TOLERANCE, "y")
-
-
-def test_kda_rows_of_different_lengths():
-    config, group = kda_k3()
-    tensors, _ = read("kda_layer_k3")
-    x, lengths = jnp.asarray(tensors["x"]), tensors["lengths"]
-    y, cache = kda_step(group, x, empty_kda_cache(config, x.shape[0]), jnp.asarray(lengths), config)
-    for row, length in enumerate(lengths):
-        assert_close(y[row, :length], tensors["y_lengths"][row, :length], TOLERANCE, f"row {row}")
-        one = jax.tree.map(lambda a, row=row: a[row : row + 1], cache)
-        assert_kda_cache(one, tensors[f"len_kda_state_{row}"], tensors[f"len_conv_state_{row}"], f"row {row}")
-
-
-def test_kda_with_the_softplus_gate_and_the_low_rank_output_gate():
-    config, group = fixtures.kda_layer("kda_layer_kimi_linear")
-    assert config.kda.gate_lower_bound is None and not config.kda.full_rank_gate
-    tensors, _ = read("kda_layer_kimi_linear")
-    x = jnp.asarray(tensors["x"])
-    y, _ = kda_step(group, x, empty_kda_cache(config, x.shape[0]), all_of(x), config)
-    assert_close(y, tensors["y"], TOLERANCE, "y")
 
 
 # -- latent attention ----------------------------------------------------------------------------------------------

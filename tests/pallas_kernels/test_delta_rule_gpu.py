@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from safetensors.numpy import load_file
 
 from pallas_kernels import delta_rule
 from pallas_kernels.delta_rule import gpu
+from tests.pallas_kernels.delta_rule_cases import Case, cases
 from tests.pallas_kernels.test_delta_rule_tpu import DATA, FIXTURES, assert_close, fused_inputs, make_inputs
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
@@ -40,6 +43,23 @@ def test_sequence_with_padding_segments_and_boundaries() -> None:
     for a, e in zip(found, expected, strict=True):
         assert a.dtype == e.dtype == jnp.float32
         assert_close(a, e, 1e-6)
+
+
+@settings(max_examples=6)
+@given(case=cases((2, 70, 1, 16, 8)))
+def test_any_lengths_documents_and_gates(case: Case) -> None:
+    found = gpu.delta_rule(*case.arguments(), return_boundary_states=True, interpret=INTERPRET)
+    case.check(found, 2e-6)
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(data=st.data(), tokens=st.integers(1, 150))
+def test_any_tokens_lengths_documents_and_gates(data: st.DataObject, tokens: int) -> None:
+    heads, low = data.draw(st.sampled_from([(1, jnp.float32), (2, jnp.bfloat16)]))
+    case = data.draw(cases((2, tokens, heads, 8, 40)))
+    found = gpu.delta_rule(*case.arguments(low), return_boundary_states=True, interpret=INTERPRET)
+    case.check(found, 2e-6, low)
 
 
 def test_short_rows_in_bfloat16() -> None:

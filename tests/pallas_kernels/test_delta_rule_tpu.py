@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -14,6 +16,7 @@ from safetensors.numpy import load_file
 
 from pallas_kernels import delta_rule
 from pallas_kernels.delta_rule import tpu
+from tests.pallas_kernels.delta_rule_cases import Case, cases
 
 DATA = Path(__file__).parents[1] / "golden" / "data"
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
@@ -84,6 +87,24 @@ def test_sequence_with_padding_segments_and_boundaries() -> None:
     for a, e in zip(found, expected, strict=True):
         assert a.dtype == e.dtype == jnp.float32
         assert_close(a, e, 1e-6)
+
+
+@settings(max_examples=10)
+@given(case=cases(SHAPE))
+def test_any_lengths_documents_and_gates(case: Case) -> None:
+    found = tpu.delta_rule(*case.arguments(), return_boundary_states=True, interpret=INTERPRET)
+    case.check(found, 2e-6)
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(data=st.data(), tokens=st.integers(1, 150))
+def test_any_tokens_lengths_documents_and_gates(data: st.DataObject, tokens: int) -> None:
+    heads, low = data.draw(st.sampled_from([(1, jnp.float32), (3, jnp.float32), (3, jnp.bfloat16)]))
+    case = data.draw(cases((2, tokens, heads, 8, 16)))
+    found = tpu.delta_rule(*case.arguments(low), return_boundary_states=True, interpret=INTERPRET)
+    # Products of bfloat16 are exact to 16 bits, and errors of one token are written again by those that follow.
+    case.check(found, 2e-6 if low == jnp.float32 else 1e-4, low)
 
 
 def test_gradient_equals_recurrence_in_float64() -> None:
