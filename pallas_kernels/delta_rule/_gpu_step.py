@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import _mosaic_gpu
 from pallas_kernels._typing import Array
 from pallas_kernels.delta_rule._fused_step import L2_EPSILON
 
@@ -63,7 +64,7 @@ def load(ref: Any, layout: Any) -> Array:
 
 def store(ref: Any, value: Array) -> None:
     """In the reference's dtype."""
-    plgpu.store(ref, value.astype(ref.dtype), optimized=False)
+    _mosaic_gpu.store(ref, value.astype(ref.dtype))
 
 
 def advance(state_KV: Array, k_K: Array, decay_K: Array, v_V: Array, beta: Any) -> Array:

@@ -1,4 +1,4 @@
-"""Pallas GPU kernel of the grouped matmul (Mosaic GPU, Hopper): packed weights are unpacked in registers.
+"""Pallas GPU kernel of the grouped matmul (Mosaic GPU, Hopper and Blackwell): weights are unpacked in registers.
 
 A thread block computes the transposed result of up to `tile` rows of one group for 128 columns, because the
 tensor core's first operand has at least 64 rows and its second as few as 8: few tokens per expert waste little.
@@ -10,21 +10,34 @@ The bytes of "packed_nk" lie along the contracted axis, so a byte gives two neig
 different products: of the even inputs and of the odd ones. The rows are split likewise beforehand
 (`split_rows`), so that no value ever moves between threads.
 
-What computes is plain JAX (`plan_visits`, `split_rows`, and the functions of `_gpu_unpack`); around it are copies,
-barriers and `wgmma`.
+What multiplies is Hopper's `wgmma`, with accumulators in registers, or Blackwell's `tcgen05.mma`, with accumulators
+in tensor memory. One for 64 columns of a warpgroup's own comes out of it in the same registers, so that all else is
+the same. What computes is plain JAX (`_gpu_plan` and the functions of `_gpu_unpack`); around it are copies and
+barriers.
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels._mosaic_gpu import store
 from pallas_kernels._typing import Array
+from pallas_kernels.mxfp4_matmul._gpu_plan import (
+    COLUMNS,
+    COMPUTE,
+    SWIZZLED_COLUMNS,
+    WARPGROUP_COLUMNS,
+    Tiles,
+    choose_tiles,
+    plan_visits,
+    split_rows,
+)
 from pallas_kernels.mxfp4_matmul._gpu_unpack import (
     BYTES_PER_BLOCK,
     LAYOUT,
@@ -36,17 +49,6 @@ from pallas_kernels.mxfp4_matmul._gpu_unpack import (
 from pallas_kernels.mxfp4_matmul.activations import Activation, apply_activation
 from pallas_kernels.mxfp4_matmul.tensor import MXFP4Tensor
 
-COLUMNS = 128
-"""Columns of the result per thread block, and the number inputs and outputs must be a multiple of."""
-_ALIGNMENT = 8
-_WARPGROUP_COLUMNS = 64
-_COMPUTE = COLUMNS // _WARPGROUP_COLUMNS
-# Of the 232448 bytes that a thread block can have, or half of the 233472 of a multiprocessor, with some left for
-# barriers and alignment.
-_SHARED_MEMORY = 220 * 1024
-_HALF_SHARED_MEMORY = 110 * 1024
-_FEWEST_STAGES, _MOST_STAGES = 3, 4
-
 
 class Options(NamedTuple):
     """What the kernel is specialised for.
@@ -54,12 +56,14 @@ class Options(NamedTuple):
     activation: the gated activation of two weights, or None for one weight.
     transposed: multiply by the transposed weight.
     exact: the rows are already exact in bfloat16, whatever their dtype.
+    tensor_memory: multiply as Blackwell does.
     interpret: None, or `InterpretGPUParams`.
     """
 
     activation: Activation | None
     transposed: bool
     exact: bool
+    tensor_memory: bool
     interpret: Any
 
     def of_gradient(self) -> "Options":
@@ -67,109 +71,9 @@ class Options(NamedTuple):
         return self._replace(activation=None, transposed=True, exact=False)
 
 
-class Visits(NamedTuple):
-    """Per visit, int32: the expert (-1 for rows of nobody), the first row fetched, the first and number of its own.
-
-    Up to seven rows of the group before are fetched with a group's first tile, multiplied and not written: bulk
-    copies into the tensor core's layout of shared memory start at multiples of eight rows.
-    """
-
-    experts: Array
-    fetched: Array
-    starts: Array
-    counts: Array
-
-
-class Tiles(NamedTuple):
-    """Rows per visit, packed bytes per row of weights and step, fetched steps held."""
-
-    rows: int
-    bytes: int
-    stages: int
-
-
-def plan_visits(group_sizes_E: Array, rows: int, tile: int) -> Visits:
-    """The visits that cover every row once: each group cut from its first row on, then the rows after the last.
-
-    Their number is the largest that any group sizes need; the visits that are left over have no rows.
-    """
-    experts = group_sizes_E.shape[0]
-    ends = jnp.minimum(jnp.cumsum(group_sizes_E.astype(jnp.int32), dtype=jnp.int32), jnp.int32(rows))
-    ends = jnp.concatenate([ends, jnp.full((1,), rows, jnp.int32)])
-    starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
-    aligned = starts - starts % _ALIGNMENT
-    tiles = jnp.where(ends > starts, (ends - aligned + (tile - 1)) // tile, 0)
-    after = jnp.cumsum(tiles, dtype=jnp.int32)
-    groups = min(experts + 1, rows)
-    visit = jnp.arange((rows + (_ALIGNMENT - 2) * groups) // tile + groups, dtype=jnp.int32)
-    group = jnp.searchsorted(after, visit, side="right", method="compare_all").astype(jnp.int32)
-    real = group <= experts
-    group = jnp.minimum(group, experts)
-    fetched = jnp.where(real, aligned[group] + (visit - (after - tiles)[group]) * tile, 0)
-    start = jnp.maximum(starts[group], fetched)
-    count = jnp.where(real, jnp.minimum(ends[group], fetched + tile) - start, 0)
-    return Visits(jnp.where(group < experts, group, -1), fetched, jnp.where(real, start, 0), count)
-
-
-def split_rows(x_MK: Array, tile: int, exact: bool, deinterleave: bool) -> Array:
-    """Rows as planes of bfloat16 [plane, M', length], zeros after the last row; M' is M + tile, rounded up to 8.
-
-    float32 becomes three parts of eight bits that sum to it exactly (their exponents permitting: parts below
-    2^-133 are lost), float16 two, bfloat16 and `exact` values one. With `deinterleave` the even columns come
-    first, part by part, then the odd ones.
-    """
-    if exact or x_MK.dtype == jnp.bfloat16:
-        parts = [x_MK.astype(jnp.bfloat16)]
-    else:
-        parts, rest = [], x_MK.astype(jnp.float32)
-        for _ in range(2 if x_MK.dtype == jnp.float16 else 3):
-            # Cut off, not rounded: every remainder is exact, and the largest values do not become infinite.
-            bits = lax.bitcast_convert_type(rest, jnp.int32)
-            part = lax.bitcast_convert_type((bits >> 16).astype(jnp.int16), jnp.bfloat16)
-            # A NaN may have no bits in its upper half.
-            parts.append(jnp.where(jnp.isfinite(rest), part, rest.astype(jnp.bfloat16)))
-            cut = lax.bitcast_convert_type(bits & np.int32(-(2**16)), jnp.float32)
-            rest = jnp.where(jnp.isfinite(rest), rest - cut, np.float32(0))
-    after = tile + -x_MK.shape[0] % _ALIGNMENT
-    planes = jnp.pad(jnp.stack(parts), ((0, 0), (0, after), (0, 0)))
-    if not deinterleave:
-        return planes
-    pairs = planes.reshape(*planes.shape[:-1], planes.shape[-1] // 2, 2)
-    return jnp.moveaxis(pairs, -1, 0).reshape(2 * planes.shape[0], planes.shape[1], -1)
-
-
-def row_tile(rows: int, experts: int, largest: int) -> int:
-    """Rows per visit, from the mean group: a visit costs a whole tile however few rows it has."""
-    mean = rows / experts
-    tile = 256 if mean >= 192 else 128 if mean >= 96 else 64 if mean >= 32 else 32 if mean >= 12 else 16
-    return min(tile, largest)
-
-
-def choose_tiles(rows: int, experts: int, planes: int, itemsize: int, count: int, transposed: bool) -> Tiles:
-    """Sizes for `planes` planes of rows, results of `itemsize` bytes, and `count` weights.
-
-    Fetched rows and bytes, unpacked weights (two steps of them) and the result share a thread block's memory;
-    accumulators share 128 registers of a thread. Where few rows are multiplied and accumulators are small, two
-    thread blocks share a multiprocessor if they can, so that one fetches while the other unpacks.
-    """
-    parities = 1 if transposed else 2
-    parts = planes // parities
-    tile = row_tile(rows, experts, (256 // count) if parts == 1 else 64)
-    while True:
-        width = 64 if transposed or (tile <= 64 and parts * count == 1) else 32
-        stage = planes * tile * width * 2 + count * (64 if transposed else COLUMNS) * width
-        unpacked = 2 * _COMPUTE * count * parities * 64 * width * 2
-        fixed = unpacked + tile * COLUMNS * itemsize
-        halved = (_HALF_SHARED_MEMORY - fixed) // stage if tile * count <= 32 else 0
-        stages = halved if halved >= _FEWEST_STAGES else (_SHARED_MEMORY - fixed) // stage
-        if stages >= _FEWEST_STAGES:
-            return Tiles(tile, width, min(stages, _MOST_STAGES))
-        tile //= 2
-
-
 def _load_scales(scale_ref: Any, first_row: Any, first_block: Any, blocks: int) -> list[Array]:
     """The scales of 64 rows, as they lie: too narrow and too oddly spaced for a bulk copy."""
-    rows = pl.ds(first_row, _WARPGROUP_COLUMNS)
+    rows = pl.ds(first_row, WARPGROUP_COLUMNS)
     return [
         plgpu.load(scale_ref.at[rows, first_block + b], layout=LAYOUT.reduce(1), optimized=False)
         for b in range(blocks)
@@ -222,11 +126,12 @@ def _kernel(shape: _Shape, *arguments: Any) -> None:
     experts_ref, fetched_ref, starts_ref, counts_ref, layer_ref, x_ref, *refs = arguments
     packed_refs, scale_refs, out_ref = refs[:count], refs[count : 2 * count], refs[2 * count]
     x_smem, out_smem, full, empty = refs[2 * count + 1 : 2 * count + 5]
-    fetched, unpacked = refs[2 * count + 5 : 3 * count + 5], refs[3 * count + 5 :]
+    fetched, unpacked = refs[2 * count + 5 : 3 * count + 5], refs[3 * count + 5 : 4 * count + 5]
+    done, *accumulators = refs[4 * count + 5 :] if options.tensor_memory else [None]
 
     visit, column, warpgroup = lax.axis_index("visit"), lax.axis_index("column"), lax.axis_index("warpgroup")
     expert, first, start, rows = experts_ref[visit], fetched_ref[visit], starts_ref[visit], counts_ref[visit]
-    layer, width = layer_ref[0], tiles.bytes
+    layer, width, planes = layer_ref[0], tiles.bytes, 1 if transposed else 2
 
     def slot_of(step: Any) -> Any:
         return _remainder(step, tiles.stages)
@@ -268,21 +173,47 @@ def _kernel(shape: _Shape, *arguments: Any) -> None:
                 weight = scaled(lax.select(warpgroup == 0, low, high), scale, spread)
             else:
                 weight = lax.concatenate([scaled(values, scale, spread) for values in (low, high)], 1)
-            plgpu.store(weight_smem.at[warpgroup, buffer], weight, optimized=False)
+            store(weight_smem.at[warpgroup, buffer], weight)
         plgpu.commit_smem()
 
-    def multiply_step(step: Any, totals: Any) -> None:
+    def operands(step: Any, weight_smem: Any) -> Iterator[tuple[Any, Any]]:
+        """Weights and transposed rows of a step's products."""
         slot, buffer = slot_of(step), _remainder(step, 2)
-        planes = 1 if transposed else 2
+        for plane in range(planes):
+            w = weight_smem.at[warpgroup, buffer, :, pl.ds(plane * width, width)]
+            for part in range(shape.parts):
+                yield w.T if transposed else w, x_smem.at[slot, plane * shape.parts + part].T
+
+    def multiply_in_registers(step: Any, totals: Any) -> None:
         for total, weight_smem in zip(totals, unpacked, strict=True):
-            for plane in range(planes):
-                w = weight_smem.at[warpgroup, buffer, :, pl.ds(plane * width, width)]
-                for part in range(shape.parts):
-                    x = x_smem.at[slot, plane * shape.parts + part]
-                    plgpu.wgmma(total, w.T if transposed else w, x.T)
-        # The products before these are done then, and with them the fetched rows and bytes they read.
+            for w, x in operands(step, weight_smem):
+                plgpu.wgmma(total, w, x)
+        # The products before these are done then.
         plgpu.wgmma_wait(count * planes * shape.parts)
 
+    def done_of(step: Any) -> Any:
+        """The barrier of this warpgroup's products of a step."""
+        return done.at[2 * warpgroup + _remainder(step, 2)]
+
+    def multiply_in_tensor_memory(step: Any, _: Any) -> None:
+        # Which tensor memory is known when the kernel is compiled, so each warpgroup has instructions of its own.
+        for index in range(COMPUTE):
+
+            @pl.when(warpgroup == index)
+            def _(index: int = index) -> None:
+                for total, weight_smem in zip(accumulators[index::COMPUTE], unpacked, strict=True):
+                    for i, (w, x) in enumerate(operands(step, weight_smem)):
+                        plgpu.tcgen05_mma(total, w, x, accumulate=True if i else step > 0)
+                plgpu.tcgen05_commit_arrive(done_of(step))
+
+        @pl.when(step > 0)
+        def _() -> None:
+            plgpu.barrier_wait(done_of(step - 1))
+
+    def multiply_step(step: Any, totals: Any) -> None:
+        (multiply_in_tensor_memory if options.tensor_memory else multiply_in_registers)(step, totals)
+
+        # With the products before, the fetched rows and bytes that they read are done with.
         @pl.when(step > 0)
         def _() -> None:
             plgpu.barrier_arrive(empty.at[slot_of(step - 1)])
@@ -297,6 +228,15 @@ def _kernel(shape: _Shape, *arguments: Any) -> None:
 
         lax.fori_loop(0, shape.steps, step, load_scales(jnp.int32(0)))
         return tuple(total[...] for total in totals)
+
+    def products_from_tensor_memory() -> tuple[Array, ...]:
+        products()
+        plgpu.barrier_wait(done_of(jnp.int32(shape.steps - 1)))
+
+        def load(index: int) -> tuple[Array, ...]:
+            return tuple(plgpu.async_load_tmem(total) for total in accumulators[index::COMPUTE])
+
+        return lax.cond(warpgroup == 0, lambda: load(0), lambda: load(1))
 
     def write() -> None:
         plgpu.commit_smem()
@@ -322,11 +262,14 @@ def _kernel(shape: _Shape, *arguments: Any) -> None:
 
         @pl.when(multiplied)
         def _() -> None:
-            accumulator = plgpu.WGMMAAccumulatorRef((_WARPGROUP_COLUMNS, tiles.rows), jnp.float32)
-            totals = pl.run_scoped(products, *[accumulator] * count)
+            if options.tensor_memory:
+                totals = products_from_tensor_memory()
+            else:
+                accumulator = plgpu.WGMMAAccumulatorRef((WARPGROUP_COLUMNS, tiles.rows), jnp.float32)
+                totals = pl.run_scoped(products, *[accumulator] * count)
             total = totals[0] if options.activation is None else _gated(options.activation, *totals)
             result = plgpu.layout_cast(total.astype(out_ref.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-            plgpu.store(out_smem.at[warpgroup].T, result, optimized=False)
+            store(out_smem.at[warpgroup].T, result)
             write()
 
         @pl.when(nobodys)
@@ -334,7 +277,7 @@ def _kernel(shape: _Shape, *arguments: Any) -> None:
             out_smem[warpgroup] = jnp.zeros(out_smem.shape[1:], out_smem.dtype)
             write()
 
-    lax.cond(warpgroup < _COMPUTE, computing, fetching)
+    lax.cond(warpgroup < COMPUTE, computing, fetching)
 
 
 def _tiled(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
@@ -366,7 +309,7 @@ def grouped_products(
     one_part = options.exact or x_MK.dtype == jnp.bfloat16
     parts = 1 if one_part else 2 if x_MK.dtype == jnp.float16 else 3
     planes = parts if transposed else 2 * parts
-    tiles = choose_tiles(rows, experts, planes, x_MK.dtype.itemsize, count, transposed)
+    tiles = choose_tiles(rows, experts, planes, x_MK.dtype.itemsize, count, transposed, options.tensor_memory)
     with jax.named_scope("grouped_matmul_gpu_schedule"):
         visits = plan_visits(group_sizes_E, rows, tiles.rows)
         x = split_rows(x_MK, tiles.rows, options.exact, deinterleave=not transposed)
@@ -379,14 +322,18 @@ def grouped_products(
     depth, parities = (64, 1) if transposed else (COLUMNS, 2)
     steps = outputs // 64 if transposed else inputs // (2 * tiles.bytes)
     result = (2, rows, inputs // 2) if transposed else (rows, outputs)
+    swizzled = SWIZZLED_COLUMNS if options.tensor_memory else tiles.bytes
     scratch = [
-        _tiled((tiles.stages, planes, tiles.rows, tiles.bytes), jnp.bfloat16, tiles.bytes),
-        plgpu.SMEM((_COMPUTE, tiles.rows, _WARPGROUP_COLUMNS), x_MK.dtype),
+        _tiled((tiles.stages, planes, tiles.rows, tiles.bytes), jnp.bfloat16, swizzled),
+        plgpu.SMEM((COMPUTE, tiles.rows, WARPGROUP_COLUMNS), x_MK.dtype),
         plgpu.Barrier(num_arrivals=1 + count, num_barriers=tiles.stages),
-        plgpu.Barrier(num_arrivals=_COMPUTE, num_barriers=tiles.stages),
+        plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tiles.stages),
         *[_tiled((tiles.stages, depth, tiles.bytes), jnp.uint8, tiles.bytes)] * count,
-        *[_tiled((_COMPUTE, 2, 64, parities * tiles.bytes), jnp.bfloat16, tiles.bytes)] * count,
+        *[_tiled((COMPUTE, 2, 64, parities * tiles.bytes), jnp.bfloat16, swizzled)] * count,
     ]
+    if options.tensor_memory:
+        scratch.append(plgpu.Barrier(num_barriers=2 * COMPUTE, orders_tensor_core=True))
+        scratch += [plgpu.TMEM((WARPGROUP_COLUMNS, tiles.rows), jnp.float32)] * (COMPUTE * count)
     with jax.named_scope("grouped_matmul_gpu"):
         products = plgpu.kernel(
             functools.partial(
@@ -396,7 +343,7 @@ def grouped_products(
             scratch_types=scratch,
             grid=(visits.experts.shape[0], width // COLUMNS),
             grid_names=("visit", "column"),
-            num_threads=_COMPUTE + 1,
+            num_threads=COMPUTE + 1,
             thread_name="warpgroup",
             compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
             kernel_name="mxfp4_grouped_glu" if options.activation is not None else "mxfp4_grouped_matmul",

@@ -83,8 +83,8 @@ def grouped_matmul(
       activation_dtype: None to multiply x as it is, or float8_e4m3fn to round it to MXFP8 first (blocks of
         32, E8M0 scales, saturating; gradients pass straight through).
       implementation: "xla", "reference", "tpu" (Pallas: packed weights of layout "packed_kn", or "float4_kn" on
-        tpu7x; not float64; not yet run on a TPU), "gpu" (Pallas for Hopper: packed weights of layout
-        "packed_nk", inputs and outputs multiples of 128; not float64; not yet run on a GPU), or None for the
+        tpu7x; not float64; not yet run on a TPU), "gpu" (Pallas for Hopper and Blackwell: packed weights of
+        layout "packed_nk", inputs and outputs multiples of 128; not float64; not yet run on a GPU), or None for the
         best available.
 
     Returns:

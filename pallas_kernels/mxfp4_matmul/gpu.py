@@ -1,4 +1,4 @@
-"""(Grouped) matmul with MXFP4 weights as a Pallas kernel for NVIDIA Hopper GPUs (Mosaic GPU).
+"""(Grouped) matmul with MXFP4 weights as a Pallas kernel for NVIDIA Hopper and Blackwell GPUs (Mosaic GPU).
 
 Layout: "packed_nk", the bytes of a checkpoint. They lie along the contracted axis, as the tensor core's operands
 do, so one byte makes two neighbouring weights in the thread that loaded it, and the smallest bulk copy (a row of
@@ -10,19 +10,21 @@ they are, float16 rows as two and float32 rows as three bfloat16 parts that sum 
 in the tensor core's float32. The rows enter exactly; what remains is the accumulator's error, of about 2^-23 of
 the sum of the products' magnitudes per addition, because tensor cores cut sums off where the processor rounds.
 
-What runs where: the whole kernel runs in JAX's GPU interpreter, which takes the copies, barriers and `wgmma` it
-is made of and detects races, but not what it cannot see: layouts of registers and of shared memory, and that
-products run on while the next weights are unpacked. Compiled ahead of time for sm_90a; not yet run on a GPU.
-Blackwell has no `wgmma`, so the compiler refuses the kernel for sm_100a.
+What runs where: the whole kernel runs in JAX's GPU interpreter, which takes the copies, barriers, `wgmma` and
+`tcgen05` it is made of and detects races, but not what it cannot see: layouts of registers and of memories, and that
+products run on while the next weights are unpacked. Compiled ahead of time for sm_90a and sm_100a; not yet run on a
+GPU.
 """
 
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._typing import Array
-from pallas_kernels.mxfp4_matmul._gpu_kernel import COLUMNS, Options, grouped_products
+from pallas_kernels.mxfp4_matmul._gpu_kernel import Options, grouped_products
+from pallas_kernels.mxfp4_matmul._gpu_plan import COLUMNS
 from pallas_kernels.mxfp4_matmul._packed import as_one_group, differentiable
 from pallas_kernels.mxfp4_matmul.activations import Activation
 from pallas_kernels.mxfp4_matmul.quantize import fake_quantize_mxfp8
@@ -43,10 +45,10 @@ def grouped_matmul(
 
     Raises:
       NotImplementedError: for float64 rows, float weights, layouts other than "packed_nk", inputs or outputs
-        that are no multiple of 128, a GPU that is not a Hopper, or JAX before 0.12.
+        that are no multiple of 128, or a GPU that is neither Hopper nor Blackwell.
     """
     _refuse(x, w)
-    options = Options(None, False, activation_dtype is not None, interpret)
+    options = Options(None, False, activation_dtype is not None, _has_tensor_memory(), interpret)
     return _grouped(options, _activations(x, activation_dtype), (w,), group_sizes, layer)
 
 
@@ -68,7 +70,7 @@ def grouped_glu(
       NotImplementedError: as `grouped_matmul`.
     """
     _refuse(x, w_gate, w_up)
-    options = Options(activation, False, activation_dtype is not None, interpret)
+    options = Options(activation, False, activation_dtype is not None, _has_tensor_memory(), interpret)
     return _grouped(options, _activations(x, activation_dtype), (w_gate, w_up), group_sizes, layer)
 
 
@@ -84,11 +86,6 @@ def _activations(x: Array, activation_dtype: Any) -> Array:
 
 
 def _refuse(x: Array, *weights: Any) -> None:
-    if jax.__version_info__ < (0, 12):
-        raise NotImplementedError(
-            f"the GPU kernels are written for JAX 0.12 and found {jax.__version__}; upgrade JAX, or pass another "
-            "implementation"
-        )
     if x.dtype == jnp.float64:
         raise NotImplementedError(
             "the GPU kernels compute in float32 and got float64; pass float32, or another implementation"
@@ -111,13 +108,42 @@ def _refuse(x: Array, *weights: Any) -> None:
                 f"{outputs} outputs; pad both to a multiple of {COLUMNS} with zeros, or pass another "
                 "implementation"
             )
-    device = jax.devices()[0]
-    capability = str(getattr(device, "compute_capability", "9.0"))
-    if device.platform == "gpu" and not capability.startswith("9."):
-        raise NotImplementedError(
-            f"the GPU kernels use instructions of Hopper GPUs (compute capability 9.0) and got a "
-            f"{device.device_kind} ({capability}); pass another implementation"
+
+
+# The data sheets' names of GPUs of compute capability 9.0 (H100, H200, H20, H800, GH200) and 10 (B200, B300, GB200).
+_HOPPER, _BLACKWELL = (re.compile(rf"\bG?{letter}\d{{2,3}}\b") for letter in "HB")
+
+
+def _has_tensor_memory() -> bool:
+    """Whether tensor cores accumulate as Blackwell's do, or as Hopper's.
+
+    The GPU is that of the mesh in use, as in Pallas' own lowering, which is all that tells of it ahead of time; without
+    a mesh the default device, and where that is no GPU, a Hopper.
+
+    Raises:
+      NotImplementedError: for other GPUs.
+    """
+    device: Any = jax.devices()[0]
+    described: Any = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None and described.device_kind != device.device_kind:
+        device = described
+    if device.platform not in ("gpu", "cuda"):
+        return False
+    capability = getattr(device, "compute_capability", None)
+    if capability is None:
+        capability = (
+            "10.0"
+            if _BLACKWELL.search(device.device_kind)
+            else "9.0"
+            if _HOPPER.search(device.device_kind)
+            else "unknown"
         )
+    if not capability.startswith(("9.", "10.")):
+        raise NotImplementedError(
+            "the GPU kernels multiply with instructions of Hopper and of Blackwell (compute capability 9.0 and 10) and "
+            f"got a {device.device_kind} ({capability}); pass another implementation"
+        )
+    return capability.startswith("10.")
 
 
 _grouped = differentiable(grouped_products)

@@ -155,7 +155,8 @@ def _compile(chip: str, function: Callable[..., Any], arguments: Any, donate: tu
     sharding = NamedSharding(mesh, PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     printed: list[str] = []
-    with _printed(printed):
+    # A kernel that depends on the chip asks for the mesh in use: no device would tell.
+    with _printed(printed), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         compiled = jax.jit(function, donate_argnums=donate).lower(*placed).compile()
     text, analysis = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and analysis is not None

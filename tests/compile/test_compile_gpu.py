@@ -20,9 +20,10 @@ from tests.compile.gpu_topologies import (
 
 pytestmark = needs_gpu_compiler
 
-CHIPS = ("h200", pytest.param("b200", marks=pytest.mark.slow))
+CHIPS = ("h200", "b200")
+SLOWLY_ON_BLACKWELL = ("h200", pytest.param("b200", marks=pytest.mark.slow))
 SHAPE = SHAPES["prefill_2p8t_heads_over_8"]
-SEQUENCES = tuple(name for name, shape in SHAPES.items() if shape.tokens > 1)
+SEQUENCES = tuple(name for name, shape in SHAPES.items() if shape.tokens > 1 and shape.key_dim == 128)
 STEPS = tuple(name for name, shape in SHAPES.items() if shape.tokens == 1)
 SMALL = 2**12
 """Bytes for what surrounds a kernel: lengths, which rows are active."""
@@ -89,9 +90,18 @@ def test_forward(chip: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SEQUENCES if name != "tiny"])
-def test_forward_at_every_shape(name: str) -> None:
-    check_forward("h200", SHAPES[name])
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_forward_at_every_shape(name: str, chip: str) -> None:
+    check_forward(chip, SHAPES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_forward_of_sizes_that_are_padded(chip: str) -> None:
+    shape = SHAPES["tiny"]._replace(key_dim=40, value_dim=48)
+    program = compile_for_gpu(chip, run, sequence(shape))
+    check_kernels(program, chip)
 
 
 @pytest.mark.slow
@@ -105,8 +115,8 @@ def test_forward_in_float32_with_lengths_segments_and_boundaries(chip: str) -> N
     assert program.temporary_bytes <= 2 * scalar_bytes(SHAPE) + SMALL
 
 
-def check_gradient(chip: str, shape: DeltaRuleShape) -> None:
-    x = sequence(shape)
+def check_gradient(chip: str, shape: DeltaRuleShape, dtype: Any = jnp.bfloat16) -> None:
+    x = sequence(shape, dtype)
     batch, tokens, heads, key_dim, value_dim = shape
     program = compile_for_gpu(chip, gradient, x, (x["v"], x["initial_state"]))
     check_kernels(program, chip, 4)
@@ -116,23 +126,41 @@ def check_gradient(chip: str, shape: DeltaRuleShape) -> None:
     assert program.temporary_bytes <= 4 * (states + per_token) + 2 * scalar_bytes(shape) + SMALL
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", SLOWLY_ON_BLACKWELL)
 def test_gradient(chip: str) -> None:
     check_gradient(chip, SHAPE)
 
 
 @pytest.mark.slow
-def test_gradient_of_a_batch() -> None:
-    check_gradient("h200", SHAPES["train_heads_over_4"])
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_gradient_at_every_shape(name: str, chip: str) -> None:
+    check_gradient(chip, SHAPES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_gradient_in_float32(chip: str) -> None:
+    check_gradient(chip, SHAPE, jnp.float32)
+
+
+def check_segment_map(chip: str, shape: DeltaRuleShape) -> None:
+    program = compile_for_gpu(chip, segment_map, sequence(shape))
+    check_kernels(program, chip)
+    maps = 4 * shape.batch * shape.heads * shape.key_dim * (shape.key_dim + shape.value_dim)
+    assert program.temporary_bytes <= scalar_bytes(shape) + maps + SMALL
 
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_segment_map(chip: str) -> None:
-    program = compile_for_gpu(chip, segment_map, sequence(SHAPE))
-    check_kernels(program, chip)
-    maps = 4 * SHAPE.batch * SHAPE.heads * SHAPE.key_dim * (SHAPE.key_dim + SHAPE.value_dim)
-    assert program.temporary_bytes <= scalar_bytes(SHAPE) + maps + SMALL
+    check_segment_map(chip, SHAPE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_segment_map_at_every_shape(name: str, chip: str) -> None:
+    check_segment_map(chip, SHAPES[name])
 
 
 def check_step(chip: str, shape: DeltaRuleShape) -> None:
@@ -179,10 +207,11 @@ def test_fused_step(chip: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("name", STEPS)
-def test_steps_at_every_shape(name: str) -> None:
-    check_step("h200", SHAPES[name])
-    check_fused_step("h200", SHAPES[name])
+def test_steps_at_every_shape(name: str, chip: str) -> None:
+    check_step(chip, SHAPES[name])
+    check_fused_step(chip, SHAPES[name])
 
 
 @pytest.mark.slow

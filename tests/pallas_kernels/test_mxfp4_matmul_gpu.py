@@ -1,7 +1,7 @@
 """The GPU kernel of the grouped matmul: its parts in plain JAX, and the whole in the GPU interpreter.
 
-The interpreter takes every primitive of the kernel, `wgmma` included, with race detection and memory that starts
-as NaN; it does not take `inline_mgpu`, in whose place the kernel then runs `code_values`.
+The interpreter takes every primitive of the kernel, `wgmma` and `tcgen05` included, with race detection and memory
+that starts as NaN; it does not take `inline_mgpu`, in whose place the kernel then runs `code_values`.
 """
 
 import functools
@@ -13,22 +13,26 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax._src.mesh import AbstractDevice
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractMesh, AxisType
 
 from pallas_kernels.mxfp4_matmul import (
     MXFP4Tensor,
-    _gpu_kernel,
+    _gpu_plan,
     fake_quantize_mxfp8,
     gpu,
     grouped_matmul,
     quantize,
     reference,
 )
-from pallas_kernels.mxfp4_matmul._gpu_kernel import choose_tiles, plan_visits, row_tile, split_rows
+from pallas_kernels.mxfp4_matmul._gpu_plan import choose_tiles, plan_visits, row_tile, split_rows
 from pallas_kernels.mxfp4_matmul._gpu_unpack import code_values, scale_powers, scaled, word_values
 from pallas_kernels.mxfp4_matmul.shapes import SHAPES
+from tests.pallas_kernels import mxfp4_cases
+from tests.pallas_kernels.mxfp4_cases import USUAL
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 LAYERS, EXPERTS, INPUTS, OUTPUTS, ROWS = 2, 3, 256, 128, 37
@@ -40,7 +44,14 @@ SIZES = np.array([33, 0, 2], np.int32)
 @pytest.fixture(autouse=True)
 def shortest_ring(monkeypatch):
     """Two fetched steps held at a time, so that small products reuse their buffers too."""
-    monkeypatch.setattr(_gpu_kernel, "_MOST_STAGES", 2)
+    monkeypatch.setattr(_gpu_plan, "_MOST_STAGES", 2)
+
+
+@pytest.fixture(params=[False, True], ids=["hopper", "blackwell"])
+def tensor_memory(request, monkeypatch):
+    """Whether the kernel multiplies as it does on Blackwell: the device or the mesh would tell."""
+    monkeypatch.setattr(gpu, "_has_tensor_memory", lambda: request.param)
+    return request.param
 
 
 def normal(shape, seed, dtype=np.float32):
@@ -157,9 +168,57 @@ def test_every_code_and_scale_is_exact():
 
 
 @functools.cache
-def program():
+def program(tensor_memory, activation_dtype=None):
     """One compiled interpreter for all group sizes and layers."""
-    return jax.jit(lambda x, w, sizes, layer: gpu.grouped_matmul(x, w, sizes, layer, None, INTERPRET))
+    del tensor_memory
+    return jax.jit(
+        lambda x, w, sizes, layer: gpu.grouped_matmul(x, w, sizes, layer, activation_dtype, INTERPRET)
+    )
+
+
+CASE = (LAYERS, EXPERTS, INPUTS, OUTPUTS, ROWS)
+# The rings are shortened once for all examples.
+shared_ring = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@settings(shared_ring, max_examples=4)
+@given(case=mxfp4_cases.cases(CASE, 32))
+def test_any_groups_and_scales(tensor_memory, case):
+    case.check_product(program(tensor_memory)(*case.arguments("packed_nk")))
+
+
+@pytest.mark.slow
+@settings(shared_ring, max_examples=20)
+@given(
+    case=mxfp4_cases.cases(CASE, 32),
+    rounded=st.booleans(),
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
+)
+def test_any_groups_and_scales_of_any_rows(tensor_memory, case, rounded, dtype):
+    found = program(tensor_memory, jnp.float8_e4m3fn if rounded else None)(
+        *case.arguments("packed_nk", dtype)
+    )
+    case.check_product(found, rounded)
+
+
+@functools.cache
+def glu_program(tensor_memory, activation_dtype):
+    del tensor_memory
+    return jax.jit(
+        lambda x, gate, up, sizes, layer: gpu.grouped_glu(
+            x, gate, up, sizes, SITU, layer, activation_dtype, INTERPRET
+        )
+    )
+
+
+@pytest.mark.slow
+@settings(shared_ring, max_examples=10)
+@given(case=mxfp4_cases.cases(CASE, 32, USUAL), up=mxfp4_cases.cases(CASE, 32, USUAL), rounded=st.booleans())
+def test_gated_products_of_any_groups(tensor_memory, case, up, rounded):
+    x, gate, sizes, layer = case.arguments("packed_nk")
+    up = up._replace(sizes=case.sizes, layer=case.layer)
+    run = glu_program(tensor_memory, jnp.float8_e4m3fn if rounded else None)
+    case.check_glu(run(x, gate, up.weight("packed_nk"), sizes, layer), up, rounded)
 
 
 @pytest.mark.parametrize(
@@ -170,13 +229,13 @@ def test_group_sizes(sizes, layer):
     w, sizes = packed_weight(0), np.array(sizes, np.int32)
     x = normal((ROWS, INPUTS), 1)
     x[sizes.sum() :] = np.nan  # rows of nobody must not reach a result
-    actual = np.asarray(program()(jnp.asarray(x), w, jnp.asarray(sizes), jnp.int32(layer)))
+    actual = np.asarray(program(False)(jnp.asarray(x), w, jnp.asarray(sizes), jnp.int32(layer)))
     np.testing.assert_allclose(actual, by_hand(x, w, layer, sizes), rtol=1e-5, atol=5e-5)
     np.testing.assert_array_equal(actual[sizes.sum() :], 0)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
-def test_gated_with_rounded_activations(dtype):
+def test_gated_with_rounded_activations(dtype, tensor_memory):
     gate, up = packed_weight(4), packed_weight(5)
     x = jnp.asarray(normal((ROWS, INPUTS), 6)).astype(dtype)
     actual = gpu.grouped_glu(
@@ -193,14 +252,14 @@ def test_gated_with_rounded_activations(dtype):
 def test_bfloat16_rows_accumulate_in_float32():
     w = packed_weight(7)
     x = jnp.asarray(normal((ROWS, INPUTS), 8)).astype(jnp.bfloat16)
-    actual = program()(x, w, jnp.asarray(SIZES), jnp.int32(0))
+    actual = program(False)(x, w, jnp.asarray(SIZES), jnp.int32(0))
     assert actual.dtype == jnp.bfloat16
     expected = by_hand(x, w, 0, SIZES)
     error = np.abs(np.asarray(actual).astype(np.float64) - expected)
     assert (error <= np.abs(expected) * 2.0**-8 + 1e-5).all()
 
 
-def test_gradient_to_rows():
+def test_gradient_to_rows(tensor_memory):
     w = packed_weight(9)
     x, cotangent = normal((ROWS, INPUTS), 10), normal((ROWS, OUTPUTS), 11)
     _, pull_back = jax.vjp(
@@ -241,7 +300,7 @@ def test_no_rows():
     assert result.shape == (0, OUTPUTS)
 
 
-def test_what_the_kernel_does_not_do_is_refused_in_words(monkeypatch):
+def test_what_the_kernel_does_not_do_is_refused_in_words():
     w, x, sizes = packed_weight(17), jnp.zeros((ROWS, INPUTS)), jnp.asarray(SIZES)
     with pytest.raises(NotImplementedError, match=r'w\.to_layout\("packed_nk"\)'):
         grouped_matmul(x, w.to_layout("packed_kn"), sizes, layer=0, implementation="gpu")
@@ -253,33 +312,65 @@ def test_what_the_kernel_does_not_do_is_refused_in_words(monkeypatch):
         gpu.grouped_matmul(x[:, :160], packed_weight(18, inputs=160), sizes, jnp.int32(0), None)
     with jax.enable_x64(True), pytest.raises(NotImplementedError, match="float64"):
         gpu.grouped_matmul(jnp.zeros((ROWS, INPUTS), np.float64), w, sizes, jnp.int32(0), None)
-    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0")
-    with monkeypatch.context() as patch, pytest.raises(NotImplementedError, match="B200"):
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "on_blackwell"),
+    [
+        ("NVIDIA H200", "9.0", False),
+        ("NVIDIA GH200 480GB", "9.0", False),
+        ("NVIDIA B200", "10.0", True),
+        ("NVIDIA GB300", "10.3", True),
+        ("NVIDIA A100-SXM4-80GB", "8.0", None),
+        ("NVIDIA GeForce RTX 5090", "12.0", None),
+    ],
+)
+def test_how_the_gpu_multiplies_or_that_it_cannot(monkeypatch, kind, capability, on_blackwell):
+    """Of the GPU that is there or, ahead of time, of those of a mesh that is not."""
+
+    def check():
+        if on_blackwell is not None:
+            assert gpu._has_tensor_memory() == on_blackwell
+            return
+        with pytest.raises(NotImplementedError, match=f"got a {kind} .*pass another"):
+            gpu.grouped_matmul(
+                jnp.zeros((ROWS, INPUTS)), packed_weight(17), jnp.asarray(SIZES), jnp.int32(0), None
+            )
+
+    assert not gpu._has_tensor_memory()
+    described = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=described)
+    with jax.sharding.use_abstract_mesh(mesh):
+        check()
+    device = types.SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
+    with monkeypatch.context() as patch:
         patch.setattr(jax, "devices", lambda: [device])
-        gpu.grouped_matmul(x, w, sizes, jnp.int32(0), None)
-    with monkeypatch.context() as patch, pytest.raises(NotImplementedError, match=r"JAX 0\.12"):
-        patch.setattr(jax, "__version_info__", (0, 11, 2))
-        gpu.grouped_matmul(x, w, sizes, jnp.int32(0), None)
+        check()
 
 
+@pytest.mark.parametrize("on_blackwell", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_tiles_fit_for_every_shape(monkeypatch, name):
+def test_tiles_fit_for_every_shape(monkeypatch, name, on_blackwell):
     monkeypatch.undo()
     rows, experts, _, _ = SHAPES[name]
     for parts, itemsize, (count, transposed) in itertools.product(
         (1, 2, 3), (2, 4), ((1, False), (2, False), (1, True))
     ):
-        tile = choose_tiles(rows, experts, parts * (1 if transposed else 2), itemsize, count, transposed)
-        assert 16 <= tile.rows <= row_tile(rows, experts, 256) and tile.rows * count <= 256
+        planes = parts * (1 if transposed else 2)
+        tile = choose_tiles(rows, experts, planes, itemsize, count, transposed, on_blackwell)
+        least = 64 if on_blackwell else 16
+        assert least <= tile.rows <= max(least, row_tile(rows, experts, 256)) and tile.rows * count <= 256
         # A step is released when the next one is multiplied, so one buffer would wait for itself.
         assert tile.stages >= 3
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_blackwell", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_several_tiles_of_every_axis(monkeypatch, dtype):
+def test_several_tiles_of_every_axis(monkeypatch, dtype, is_blackwell):
     """Rings of their real length used more than once, several tiles of rows and columns, both directions."""
     monkeypatch.undo()
+    monkeypatch.setattr(gpu, "_has_tensor_memory", lambda: is_blackwell)
     inputs, outputs, rows = 640, 384, 150
     w = packed_weight(19, 1, outputs, inputs)
     sizes = np.array([5, 0, 140], np.int32)
