@@ -9,6 +9,7 @@ the indices would keep no candidates but read and score every key five times.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from pallas_kernels._typing import Array
 from pallas_kernels._varying import result_like
 from pallas_kernels.index_select import _tpu_compact as compact
 from pallas_kernels.index_select._tpu_compact import ABSENT, LANES, SUBLANES
+from pallas_kernels.index_select.keys import FP4_BLOCK, e2m1_values, scale_values
 
 _VMEM_LIMIT = 48 * 2**20
 _KEY_BYTES = 24 * 2**20
@@ -62,8 +64,7 @@ def choose_tiles(
     queries: int,
     keys: int,
     page: int,
-    channels: int,
-    itemsize: int,
+    row_bytes: int,
     top_k: int,
     paged: bool,
     query_block: int,
@@ -71,11 +72,12 @@ def choose_tiles(
 ) -> Tiles:
     """Few queries per sequence share a block with those of other sequences, to fill the registers.
 
+    `row_bytes` of vector memory hold a key.
+
     Raises:
       NotImplementedError: if there is no choice that fits.
     """
     sequences = 1 if queries >= SUBLANES else min(batch, SUBLANES // queries)
-    row_bytes = pl.cdiv(channels, LANES) * LANES * itemsize
     page_bytes = 2 * row_bytes * pl.cdiv(page, LANES) * LANES
     if page_bytes > _KEY_BYTES:
         raise NotImplementedError(
@@ -95,12 +97,20 @@ def choose_tiles(
         largest = _KEY_BYTES // (2 * sequences * row_bytes) // LANES * LANES
         key_round = min(_LARGEST_ROUND, max(2048, 3 * top_k), largest)
     round_keys, columns, tile = _fit_round(page, min(keys, key_round))
-    padded = min(query_block, pl.cdiv(queries, SUBLANES) * SUBLANES)
+    # A single query needs no padding: its heads are the rows of the product, one sublane each.
+    padded = 1 if queries == 1 else min(query_block, pl.cdiv(queries, SUBLANES) * SUBLANES)
     rows = padded if queries >= SUBLANES else sequences * queries
     return Tiles(sequences, padded, rows, page, round_keys, columns, tile)
 
 
 class Static(NamedTuple):
+    """What is fixed when the kernel is traced.
+
+    kind: "full", "fp8" (a scale per key, which comes beside the pages, round by round) or "fp4" (channels in rows
+        and keys in lanes, for the codes and for their scales).
+    physical_pages: pages in memory; of fp4 keys without a page table, sequences.
+    """
+
     tiles: Tiles
     heads: int
     top_k: int
@@ -108,23 +118,37 @@ class Static(NamedTuple):
     physical_pages: int
     paged: bool
     use_relu: bool
+    kind: str
 
 
-def _tile_ranks(static: Static, q: Array, k: Array, weights: Array) -> Array:
+def _unpack_fp4(codes: Array, scales: Array, dtype: Any) -> Array:
+    """Keys [D, tile], exact in either type, of codes [D/2, tile] and scale bytes [D/32, tile]."""
+    nibbles = codes.astype(jnp.int32)
+    values = e2m1_values(jnp.concatenate([nibbles & 15, (nibbles >> 4) & 15], axis=0))
+    powers = scale_values(scales.astype(jnp.int32))
+    return (values * jnp.repeat(powers, FP4_BLOCK, axis=0)).astype(dtype)
+
+
+def _tile_ranks(static: Static, q: Array, k: Array, scales: Array | None, weights: Array) -> Array:
     """Ranks [queries, tile] of all keys, visible or not; q [heads * queries, D] with heads outside.
 
     One order of additions: the channels of a product, the heads one after the other, then the scale.
     """
     queries = static.tiles.queries
     exact_in_bfloat16 = q.dtype == jnp.bfloat16
-    k = k.astype(q.dtype)
+    if static.kind == "fp4":
+        assert scales is not None
+        k = _unpack_fp4(k, scales, q.dtype)
+    else:
+        k = k.astype(q.dtype)
+    contracted = ((1,), (0 if static.kind == "fp4" else 1,))
     total = None
     for head in range(0, static.heads, _HEADS_AT_ONCE):
         heads = min(_HEADS_AT_ONCE, static.heads - head)
         dots = lax.dot_general(
             q[head * queries : (head + heads) * queries],
             k,
-            (((1,), (1,)), ((), ())),
+            (contracted, ((), ())),
             precision=lax.Precision.DEFAULT if exact_in_bfloat16 else lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )
@@ -135,6 +159,10 @@ def _tile_ranks(static: Static, q: Array, k: Array, weights: Array) -> Array:
             total = term if total is None else total + term
     assert total is not None
     scores = np.float32((static.heads * q.shape[1]) ** -0.5) * total
+    if static.kind == "fp8":
+        # A power of two: the same bits as if the keys had been multiplied.
+        assert scales is not None
+        scores = scores * scale_values(scales.astype(jnp.int32))
     return compact.rank_of(scores)
 
 
@@ -142,38 +170,57 @@ def _kernel(static: Static, *refs: Any) -> None:
     tiles, top_k = static.tiles, static.top_k
     visible_ref, rounds_ref, *table_refs = refs[: 3 if static.paged else 2]
     # The ranks are a second result, or scratch.
-    q_ref, weights_ref, positions_ref, pages_ref, indices_ref, ranks_ref, keys_ref, new_ref, semaphores = (
-        refs[-9:]
-    )
+    quantized = static.kind != "full"
+    rest = list(refs[3 if static.paged else 2 :])
+    q_ref, weights_ref, positions_ref, pages_ref = rest[:4]
+    scales_ref: Any = rest[4] if quantized else None
+    indices_ref, ranks_ref, keys_ref, *round_scales, new_ref, semaphores = rest[5 if quantized else 4 :]
+    round_scales_ref: Any = round_scales[0] if quantized else None
     block, query_block = pl.program_id(0), pl.program_id(1)
     program = block * pl.num_programs(1) + query_block
     kept_rows = tiles.rows // tiles.sequences
     pages_per_round = tiles.round // tiles.page
     visible = [visible_ref[program * tiles.sequences + b] for b in range(tiles.sequences)]
 
-    def copy(slot: Any, sequence: int, number: Any, page: Any) -> Any:
-        """Page `page` of the sequence, the `number`th of its round."""
+    def copies(slot: Any, sequence: int, number: Any, page: Any) -> list[Any]:
+        """Of page `page` of the sequence, the `number`th of its round."""
+        row = pl.ds(pl.multiple_of(number * tiles.page, tiles.page), tiles.page)
         if static.paged:
             # Only visible keys are read, whose pages have a number; an invalid one must not read elsewhere.
             physical = jnp.clip(table_refs[0][0, sequence, page], 0, static.physical_pages - 1)
+        elif static.kind == "fp4":
+            physical = jnp.minimum(block * tiles.sequences + sequence, static.physical_pages - 1)
         else:
             physical = (block * tiles.sequences + sequence) * static.pages + page
-        row = pl.multiple_of(number * tiles.page, tiles.page)
-        return pltpu.make_async_copy(
-            pages_ref.at[physical],
-            keys_ref.at[slot, sequence, pl.ds(row, tiles.page)],
-            semaphores.at[slot],
-        )
+        if static.kind != "fp4":
+            pairs = [(pages_ref.at[physical], keys_ref.at[slot, sequence, row])]
+        else:
+            pairs = [
+                (source.at[physical], target.at[slot, sequence, :, row])
+                for source, target in ((pages_ref, keys_ref), (scales_ref, round_scales_ref))
+            ]
+            if not static.paged:
+                lanes = pl.ds(pl.multiple_of(page * tiles.page, tiles.page), tiles.page)
+                pairs = [(source.at[:, lanes], target) for source, target in pairs]
+        return [pltpu.make_async_copy(*pair, semaphores.at[slot]) for pair in pairs]
 
     def for_each_page(turn: Any, act: Callable[[Any], None]) -> None:
         for sequence in range(tiles.sequences):
+            if static.kind == "fp8":
+
+                @pl.when(turn * tiles.round < visible[sequence])
+                def _(sequence: int = sequence) -> None:
+                    source = scales_ref.at[block * tiles.sequences + sequence, turn]
+                    target = round_scales_ref.at[turn & 1, sequence]
+                    act(pltpu.make_async_copy(source, target, semaphores.at[turn & 1]))
 
             def visit(number: Any, _: None, sequence: int = sequence) -> None:
                 page = turn * pages_per_round + number
 
                 @pl.when(page * tiles.page < visible[sequence])
                 def _() -> None:
-                    act(copy(turn & 1, sequence, number, page))
+                    for copy in copies(turn & 1, sequence, number, page):
+                        act(copy)
 
             lax.fori_loop(0, pages_per_round, visit, None)
 
@@ -187,12 +234,15 @@ def _kernel(static: Static, *refs: Any) -> None:
 
                 @pl.when(first < visible[sequence])
                 def _(sequence: int = sequence, rows: Any = rows, first: Any = first) -> None:
-                    ranks = _tile_ranks(
-                        static,
-                        q_ref[sequence, 0],
-                        keys_ref[turn & 1, sequence, place],
-                        weights_ref[sequence, 0],
-                    )[:kept_rows]
+                    scales = None
+                    if round_scales_ref is not None:
+                        scales = round_scales_ref[turn & 1, sequence, :, place]
+                    if static.kind == "fp4":
+                        k = keys_ref[turn & 1, sequence, :, place]
+                    else:
+                        k = keys_ref[turn & 1, sequence, place]
+                    ranks = _tile_ranks(static, q_ref[sequence, 0], k, scales, weights_ref[sequence, 0])
+                    ranks = ranks[:kept_rows]
                     key = first + lax.broadcasted_iota(jnp.int32, ranks.shape, 1)
                     seen = (key <= positions_ref[0, 0, rows]) & (key < (turn + 1) * tiles.round)
                     new_ref[rows, place] = jnp.where(seen, ranks, ABSENT)
@@ -229,6 +279,16 @@ def _kernel(static: Static, *refs: Any) -> None:
     indices_ref[...] = jnp.where(ranks_ref[...] == ABSENT, -1, indices_ref[...])
 
 
+def _scales_by_round(tiles: Tiles, scales_BS: Array) -> Array:
+    """Scales of a key each [B, S] as [B, rounds, 1, columns]: one copy to whole lanes for every round."""
+    batch, keys = scales_BS.shape
+    rounds = pl.cdiv(keys, tiles.round)
+    padded = jnp.pad(scales_BS, ((0, 0), (0, rounds * tiles.round - keys))).reshape(
+        batch, rounds, 1, tiles.round
+    )
+    return jnp.pad(padded, ((0, 0), (0, 0), (0, 0), (0, tiles.columns - tiles.round)))
+
+
 def local_best(
     static: Static,
     arrays: tuple[Array, ...],
@@ -238,10 +298,14 @@ def local_best(
     """The best local keys of each query, ascending, -1 after them: [B, Q, columns], and their ranks if asked for.
 
     `arrays`: q [B, Q, H, D], pages [P, page, D], weights [B, Q, H] float32, last visible local positions [B, Q]
-    int32 (also outside of the local keys) and, if paged, the page table. The columns are `top_k` up to whole
-    lanes.
+    int32 (also outside of the local keys), of quantized keys their scales, and, if paged, the page table. The columns
+    are `top_k` up to whole lanes.
+
+    Scales of fp8 are [B, S], in the order of the positions. Codes and scales of fp4 have their channels before their
+    keys: pages [P, D/2, page] and [P, D/32, page], or, without a page table, [B, D/2, S] and [B, D/32, S].
     """
-    q_BQHD, pages_PSD, weights_BQH, positions_BQ, *page_table = arrays
+    q_BQHD, pages_PSD, weights_BQH, positions_BQ, *more = arrays
+    scales, page_table = (more[:1], more[1:]) if static.kind != "full" else ([], more)
     tiles, heads = static.tiles, static.heads
     batch, queries = positions_BQ.shape
     channels = q_BQHD.shape[-1]
@@ -268,15 +332,22 @@ def local_best(
         pl.BlockSpec((tiles.sequences, 1, *q.shape[2:]), lambda b, n, *_: (b, n, 0, 0)),
         pl.BlockSpec((tiles.sequences, 1, *weights.shape[2:]), lambda b, n, *_: (b, n, 0, 0)),
         pl.BlockSpec((1, 1, tiles.rows, 1), lambda b, n, *_: (b, n, 0, 0)),
-        pl.BlockSpec(memory_space=pl.ANY),
+        *[pl.BlockSpec(memory_space=pl.ANY)] * (1 + len(scales)),
     ]
-    operands = [q, weights, positions, pages_PSD]
+    if static.kind == "fp8":
+        scales = [_scales_by_round(tiles, jnp.pad(scales[0], ((0, missing[0]), (0, 0))))]
+    operands = [q, weights, positions, pages_PSD, *scales]
+    key_rows = (tiles.columns, channels)
+    scale_rows = 1
+    if static.kind == "fp4":
+        key_rows, scale_rows = (channels // 2, tiles.columns), channels // FP4_BLOCK
     if page_table:
         table = jnp.pad(page_table[0].astype(jnp.int32), ((0, missing[0]), (0, 0)))
         table = table.reshape(blocks, tiles.sequences, -1)
         operands.insert(0, table)
         block = pl.BlockSpec((1, *table.shape[1:]), lambda b, n, *_: (b, 0, 0), memory_space=pltpu.SMEM)
         specs.insert(0, block)
+    key_bytes = math.prod(key_rows) // tiles.columns * pages_PSD.dtype.itemsize
     columns = pl.cdiv(static.top_k, LANES) * LANES
     block = (1, 1, padded_rows, columns)
     result = result_like(positions_BQ, (blocks, query_blocks, *block[2:]), jnp.int32)
@@ -289,7 +360,8 @@ def local_best(
             out_specs=[pl.BlockSpec(block, lambda b, n, *_: (b, n, 0, 0))] * (2 if with_ranks else 1),
             scratch_shapes=[
                 *([] if with_ranks else [pltpu.VMEM(block, jnp.int32)]),
-                pltpu.VMEM((2, tiles.sequences, tiles.columns, channels), pages_PSD.dtype),
+                pltpu.VMEM((2, tiles.sequences, *key_rows), pages_PSD.dtype),
+                *[pltpu.VMEM((2, tiles.sequences, scale_rows, tiles.columns), a.dtype) for a in scales],
                 pltpu.VMEM((padded_rows, tiles.columns), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
@@ -301,7 +373,7 @@ def local_best(
         cost_estimate=pl.CostEstimate(
             flops=batch * queries * local_keys * heads * (2 * channels + 3),
             transcendentals=0,
-            bytes_accessed=batch * query_blocks * local_keys * channels * pages_PSD.dtype.itemsize,
+            bytes_accessed=batch * query_blocks * local_keys * key_bytes,
         ),
         interpret=interpret,
         name="index_select",

@@ -7,12 +7,21 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._typing import AnyArray, Array, Float, Int
+from pallas_kernels.index_select.keys import Keys, QuantizedKeys, check_keys, dequantize_keys
 from pallas_kernels.sparse_attention.rows import compute_dtype
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 MASKED_SCORE = -1e30
 """Score of the index -1 in `scores_at`: finite, so that no gradient is NaN; softmax makes it exactly 0."""
+
+
+def full_keys(k_index: Keys) -> Array:
+    """The keys as an array, whatever they are kept in."""
+    if isinstance(k_index, QuantizedKeys):
+        check_keys(k_index)
+        return dequantize_keys(k_index)
+    return jnp.asarray(k_index)
 
 
 def _head_scores(q_BQHD: Array, weights_BQH: Array, dots_BQHS: Array, use_relu: bool) -> Array:
@@ -23,7 +32,7 @@ def _head_scores(q_BQHD: Array, weights_BQH: Array, dots_BQHS: Array, use_relu: 
 
 def scores(
     q_index: Float[AnyArray, "B Q H D"],
-    k_index: Float[AnyArray, "B S D"],
+    k_index: Keys,
     weights: Float[AnyArray, "B Q H"],
     query_positions: Int[AnyArray, "B Q"],
     use_relu: bool = True,
@@ -35,7 +44,7 @@ def scores(
 
     Args:
       q_index: index queries [B, Q, H, D].
-      k_index: index keys [B, S, D], one per position, shared by the heads.
+      k_index: index keys [B, S, D], one per position, shared by the heads, in full or `QuantizedKeys`.
       weights: head weights [B, Q, H], raw (of any sign, not scaled).
       query_positions: last visible key of each query [B, Q]; -1 sees none.
       use_relu: whether the products pass a ReLU.
@@ -43,12 +52,12 @@ def scores(
     Returns:
       Scores [B, Q, S] in float32, or float64 if an input is float64.
     """
-    q_index, k_index, weights = (jnp.asarray(a) for a in (q_index, k_index, weights))
+    q_index, weights, k = jnp.asarray(q_index), jnp.asarray(weights), full_keys(k_index)
     query_positions = jnp.asarray(query_positions)
-    dtype = compute_dtype(q_index, k_index, weights)
-    positions = jnp.arange(k_index.shape[1], dtype=query_positions.dtype)
+    dtype = compute_dtype(q_index, k, weights)
+    positions = jnp.arange(k.shape[1], dtype=query_positions.dtype)
     visible_BQS = positions <= query_positions[..., None]
-    dots = jnp.einsum("bqhd,bsd->bqhs", q_index.astype(dtype), k_index.astype(dtype), precision=_HIGHEST)
+    dots = jnp.einsum("bqhd,bsd->bqhs", q_index.astype(dtype), k.astype(dtype), precision=_HIGHEST)
     return jnp.where(visible_BQS, _head_scores(q_index, weights, dots, use_relu), -jnp.inf)
 
 
@@ -74,26 +83,27 @@ def scores_at(
 
 def select(
     q_index: Float[Array, "B Q H D"],
-    k_index: Float[Array, "rows keys D"],
+    k_index: Keys,
     weights: Float[Array, "B Q H"],
     query_positions: Int[Array, "B Q"],
     top_k: int,
     page_table: Int[Array, "B pages"] | None = None,
-    axis_name: str | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
     use_relu: bool = True,
 ) -> Int[Array, "B Q top_k"]:
     """`pallas_kernels.index_select.select` by a stable sort of every score."""
+    k = full_keys(k_index)
     if page_table is not None:
-        pages = jnp.clip(page_table, 0, k_index.shape[0] - 1)
-        k_index = k_index[pages].reshape(page_table.shape[0], -1, k_index.shape[-1])
+        pages = jnp.clip(page_table, 0, k.shape[0] - 1)
+        k = k[pages].reshape(page_table.shape[0], -1, k.shape[-1])
     if axis_name is not None:
-        k_index = jax.lax.all_gather(k_index, axis_name, axis=1, tiled=True)
-    all_scores = scores(q_index, k_index, weights, query_positions, use_relu)
-    visible = jnp.arange(k_index.shape[1], dtype=query_positions.dtype) <= query_positions[..., None]
+        k = jax.lax.all_gather(k, axis_name, axis=1, tiled=True)
+    all_scores = scores(q_index, k, weights, query_positions, use_relu)
+    visible = jnp.arange(k.shape[1], dtype=query_positions.dtype) <= query_positions[..., None]
     # The sort is stable, so equal scores stay in the order of their index; -0.0 sorts as 0.0.
     order = jnp.lexsort((-all_scores, ~jnp.isnan(all_scores), ~visible), axis=-1)
     order = order[..., :top_k].astype(jnp.int32)
-    keys = k_index.shape[1]
+    keys = k.shape[1]
     chosen = jnp.where(jnp.take_along_axis(visible, order, axis=-1), order, keys)
     chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, max(0, top_k - keys))), constant_values=keys)
     ascending = jnp.sort(chosen, axis=-1)

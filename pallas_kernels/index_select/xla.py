@@ -1,7 +1,7 @@
 """Index selection in portable JAX: a running list of candidates over tiles of keys.
 
 For each block of queries, tiles of keys are scored in the order of their positions and merged into the best
-`top_k` so far. Heads are summed inside the tile, so the largest tensor is [block, heads, tile].
+`top_k` so far, a few at a time. Heads are summed inside the tile, so the largest tensor is [block, heads, tile].
 
 The tie rule (higher score, then lowest index) follows from `jax.lax.top_k`, which puts the earlier of two
 equal elements first. Invariant: the candidates are the best of all keys before the tile, ordered by (score
@@ -19,13 +19,19 @@ import jax.numpy as jnp
 
 from pallas_kernels._typing import Array, Bool, Float, Int
 from pallas_kernels._varying import match_varying
+from pallas_kernels.index_select._top_k import top_k as top_k_of_long_rows
+from pallas_kernels.index_select.keys import Keys, QuantizedKeys, dequantize_keys
 from pallas_kernels.index_select.reference import MASKED_SCORE
 from pallas_kernels.index_select.shapes import KEY_TILE, QUERY_BLOCK
 from pallas_kernels.sparse_attention import rows as key_rows
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 _NO_INDEX = jnp.iinfo(jnp.int32).max
-_CPU_KEYS = 256
+_CPU_ROWS, _CPU_KEYS = 32, 256
+
+_LARGEST_GROUP = 8
+_RANKED_BYTES = 8 * 2**20
+"""About the size of the scores that are ranked at once."""
 
 
 def _weigh_heads(weights_xH: Array, dots_xHS: Array, channels: int, use_relu: bool) -> Array:
@@ -49,29 +55,38 @@ def tile_scores_blocked(q_BQHD: Array, k_BSD: Array, weights_BQH: Array, use_rel
 
 
 def tile_scores_rowwise(q_BQHD: Array, k_BSD: Array, weights_BQH: Array, use_relu: bool) -> Array:
-    """The same scores by one small product of a fixed shape per query and `_CPU_KEYS` keys.
+    """The same scores by small products of one shape: a few queries (`_CPU_ROWS` rows of heads), `_CPU_KEYS` keys.
 
     On CPU the order in which a matrix product adds depends on its shape, so the bits of a score would depend
     on how many queries and keys it is computed with. With a fixed shape they cannot.
     """
     dtype = weights_BQH.dtype
-    batch, queries, _, channels = q_BQHD.shape
+    batch, queries, heads, channels = q_BQHD.shape
     keys = k_BSD.shape[1]
-    pieces = -(-keys // _CPU_KEYS)
-    padded_BSD = jnp.pad(k_BSD, ((0, 0), (0, pieces * _CPU_KEYS - keys), (0, 0)))
-    k_BPSD = padded_BSD.astype(dtype).reshape(batch, pieces, _CPU_KEYS, channels)
-    q_BQHD = q_BQHD.astype(dtype)
+    group = max(1, _CPU_ROWS // heads)
+    groups, pieces = -(-queries // group), -(-keys // _CPU_KEYS)
+    padded_BSD = jnp.pad(k_BSD.astype(dtype), ((0, 0), (0, pieces * _CPU_KEYS - keys), (0, 0)))
+    # Keys along the lanes of a vector: twice as fast as one key after another.
+    k_BPDS = padded_BSD.reshape(batch, pieces, _CPU_KEYS, channels).swapaxes(2, 3)
+    missing = ((0, 0), (0, groups * group - queries), (0, 0))
+    q_BGRD = jnp.pad(q_BQHD.astype(dtype), (*missing, (0, 0))).reshape(batch, groups, group * heads, channels)
+    weights_BGQH = jnp.pad(weights_BQH, missing).reshape(batch, groups, group, heads)
 
-    def row(position: Array) -> Array:
-        sequence, rest = position // (queries * pieces), position % (queries * pieces)
-        query, piece = rest // pieces, rest % pieces
-        dots_HS = jnp.einsum(
-            "hd,sd->hs", q_BQHD[sequence, query], k_BPSD[sequence, piece], precision=_HIGHEST
+    def score(position: Array, scores_BQS: Array) -> Array:
+        # Queries vary fastest, so that a piece of keys stays in the core's cache.
+        sequence, rest = position // (groups * pieces), position % (groups * pieces)
+        piece, number = rest // groups, rest % groups
+        dots_RS = jnp.einsum(
+            "rd,ds->rs", q_BGRD[sequence, number], k_BPDS[sequence, piece], precision=_HIGHEST
         )
-        return _weigh_heads(weights_BQH[sequence, query], dots_HS, channels, use_relu)
+        dots_QHS = dots_RS.reshape(group, heads, _CPU_KEYS)
+        scores_QS = _weigh_heads(weights_BGQH[sequence, number], dots_QHS, channels, use_relu)
+        place = (sequence, number * group, piece * _CPU_KEYS)
+        return jax.lax.dynamic_update_slice(scores_BQS, scores_QS[None], place)
 
-    steps = jnp.arange(batch * queries * pieces, dtype=jnp.int32)
-    return jax.lax.map(row, steps).reshape(batch, queries, pieces * _CPU_KEYS)[..., :keys]
+    empty = jnp.zeros((batch, groups * group, pieces * _CPU_KEYS), dtype)
+    empty = match_varying(empty, q_BGRD, k_BPDS, weights_BGQH)[0]
+    return jax.lax.fori_loop(0, batch * groups * pieces, score, empty)[:, :queries, :keys]
 
 
 def tile_scores(q_BQHD: Array, k_BSD: Array, weights_BQH: Array, use_relu: bool) -> Array:
@@ -131,7 +146,7 @@ def first_keys(positions_BQ: Array, keys: int, top_k: int) -> Array:
 
 def _local_candidates(
     q_BQHD: Array,
-    k_index: Array,
+    k_index: Keys,
     weights_BQH: Array,
     positions_BQ: Array,
     page_table_BP: Array | None,
@@ -141,7 +156,8 @@ def _local_candidates(
     key_tile: int,
 ) -> tuple[Array, Array]:
     """Scores and global indices [B, Q, top_k] of the candidates of one block among the local keys."""
-    page = k_index.shape[1]
+    parts = jax.tree.leaves(k_index)
+    physical, page = parts[0].shape[:2]
     keys = page if page_table_BP is None else page_table_BP.shape[1] * page
     # A tile of pages is a whole number of them.
     tile = min(key_tile, keys) if page_table_BP is None else page * min(-(-key_tile // page), keys // page)
@@ -150,58 +166,88 @@ def _local_candidates(
 
     def keys_at(start: Array) -> Array:
         if page_table_BP is None:
-            return jax.lax.dynamic_slice_in_dim(k_index, start, tile, axis=1)
-        pages_BP = jax.lax.dynamic_slice_in_dim(page_table_BP, start // page, tile // page, axis=1)
-        # The page of keys that nobody sees may have any number, in bounds or not.
-        pages_BP = jnp.clip(pages_BP, 0, k_index.shape[0] - 1)
-        return k_index[pages_BP].reshape(pages_BP.shape[0], tile, k_index.shape[-1])
-
-    def merge_tile(number: Array, candidates: tuple[Array, Array]) -> tuple[Array, Array]:
-        first_new = number * tile
-        # The last tile is moved back to end with the cache, and the keys it repeats are not visible again.
-        start = jnp.minimum(first_new, keys - tile)
-        places_S = start + jnp.arange(tile, dtype=jnp.int32)
-        visible_BQS = (places_S <= local_positions_BQ[..., None]) & (places_S >= first_new)
-        with jax.named_scope("scores"):
-            scores_BQS = rankable(tile_scores(q_BQHD, keys_at(start), weights_BQH, use_relu), visible_BQS)
-        with jax.named_scope("merge"):
-            indices_BQS = jnp.where(visible_BQS, places_S + offset, _NO_INDEX)
-            return merge_candidates(
-                jnp.concatenate([candidates[0], scores_BQS], axis=-1),
-                jnp.concatenate([candidates[1], indices_BQS], axis=-1),
-                top_k,
+            found = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, tile, axis=1), k_index)
+        else:
+            pages_BP = jax.lax.dynamic_slice_in_dim(page_table_BP, start // page, tile // page, axis=1)
+            # The page of keys that nobody sees may have any number, in bounds or not.
+            pages_BP = jnp.clip(pages_BP, 0, physical - 1)
+            found = jax.tree.map(
+                lambda a: a[pages_BP].reshape(pages_BP.shape[0], tile, *a.shape[2:]), k_index
             )
+        if isinstance(found, QuantizedKeys):
+            # Exact in bfloat16, so that the products are those of either type.
+            return dequantize_keys(found, q_BQHD.dtype if q_BQHD.dtype == jnp.bfloat16 else weights_BQH.dtype)
+        return found
 
+    batch, queries = positions_BQ.shape
+    dtype = weights_BQH.dtype
+    # Ranking costs by the list more than by the tile, so that a few tiles are ranked together.
+    group = max(1, min(_LARGEST_GROUP, tiles, _RANKED_BYTES // (batch * queries * tile * dtype.itemsize)))
     # Every query sees a prefix of the keys, so the tiles without a visible key are the last ones.
     visible_keys = jnp.clip(jnp.max(local_positions_BQ) + 1, 0, keys)
-    best = jnp.full((*positions_BQ.shape, top_k), -jnp.inf, weights_BQH.dtype)
-    indices = jnp.full(best.shape, _NO_INDEX, jnp.int32)
     paged = () if page_table_BP is None else (page_table_BP,)
-    best, indices, *_ = match_varying(best, indices, q_BQHD, k_index, weights_BQH, local_positions_BQ, *paged)
-    steps = jnp.minimum((visible_keys + tile - 1) // tile, tiles)
-    return jax.lax.fori_loop(0, steps, merge_tile, (best, indices))
+    marks = (q_BQHD, *parts, weights_BQH, local_positions_BQ, *paged)
+    nothing = match_varying(jnp.full((batch, queries, tile), -jnp.inf, dtype), *marks)[0]
+
+    def start_of(number: Array) -> Array:
+        """The last tile is moved back to end with the cache, and the keys it repeats are not visible again."""
+        return jnp.minimum(number * tile, keys - tile)
+
+    def score_tile(number: Array) -> Array:
+        start = start_of(number)
+        places_S = start + jnp.arange(tile, dtype=jnp.int32)
+        visible_BQS = (places_S <= local_positions_BQ[..., None]) & (places_S >= number * tile)
+        return rankable(tile_scores(q_BQHD, keys_at(start), weights_BQH, use_relu), visible_BQS)
+
+    def merge_group(turn: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        def add(nth: Array, ranked: Array) -> Array:
+            number = turn * group + nth
+            with jax.named_scope("scores"):
+                scores_BQS = jax.lax.cond(
+                    number * tile < visible_keys, lambda: score_tile(number), lambda: nothing
+                )
+            return jax.lax.dynamic_update_slice_in_dim(ranked, scores_BQS, top_k + nth * tile, axis=2)
+
+        ranked_BQN, indices_BQK = carry
+        ranked_BQN = jax.lax.fori_loop(jnp.int32(0), jnp.int32(group), add, ranked_BQN)
+        with jax.named_scope("merge"):
+            best_BQK, places_BQK = top_k_of_long_rows(ranked_BQN, top_k)
+            kept_BQK = jnp.take_along_axis(indices_BQK, jnp.minimum(places_BQK, top_k - 1), axis=-1)
+            place_BQK = places_BQK - top_k
+            new_BQK = start_of(turn * group + place_BQK // tile) + place_BQK % tile + offset
+            indices_BQK = jnp.where(places_BQK < top_k, kept_BQK, new_BQK)
+            indices_BQK = jnp.where(jnp.isneginf(best_BQK), _NO_INDEX, indices_BQK)
+            return jax.lax.dynamic_update_slice_in_dim(ranked_BQN, best_BQK, 0, axis=2), indices_BQK
+
+    # The candidates, and after them the scores of a group of tiles.
+    ranked = jnp.full((batch, queries, top_k + group * tile), -jnp.inf, dtype)
+    indices = jnp.full((batch, queries, top_k), _NO_INDEX, jnp.int32)
+    ranked, indices, *_ = match_varying(ranked, indices, *marks)
+    turns = (visible_keys + (group * tile - 1)) // (group * tile)
+    ranked, indices = jax.lax.fori_loop(jnp.int32(0), turns, merge_group, (ranked, indices))
+    return ranked[..., :top_k], indices
 
 
 @functools.partial(jax.jit, static_argnames=("top_k", "axis_name", "use_relu", "query_block", "key_tile"))
 def select(
     q_index: Float[Array, "B Q H D"],
-    k_index: Float[Array, "rows keys D"],
+    k_index: Keys,
     weights: Float[Array, "B Q H"],
     query_positions: Int[Array, "B Q"],
     top_k: int,
     page_table: Int[Array, "B pages"] | None = None,
-    axis_name: str | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
     use_relu: bool = True,
     query_block: int = QUERY_BLOCK,
     key_tile: int = KEY_TILE,
 ) -> Int[Array, "B Q top_k"]:
     """`pallas_kernels.index_select.select` by tiles, whose sizes do not change the result."""
     with jax.named_scope("index_select"):
-        dtype = key_rows.compute_dtype(q_index, k_index, weights)
+        dtype = key_rows.compute_dtype(q_index, *jax.tree.leaves(k_index), weights)
         # A selection has no gradient.
-        q_index, k_index, weights = (jax.lax.stop_gradient(a) for a in (q_index, k_index, weights))
+        q_index, k_index, weights = jax.lax.stop_gradient((q_index, k_index, weights))
         batch, queries = query_positions.shape
-        page = k_index.shape[1]
+        page = jax.tree.leaves(k_index)[0].shape[1]
         local_keys = page if page_table is None else page_table.shape[1] * page
         shards = 1 if axis_name is None else jax.lax.axis_size(axis_name)
         offset = jnp.zeros((), jnp.int32)

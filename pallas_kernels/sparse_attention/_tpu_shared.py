@@ -1,15 +1,16 @@
 """Pallas TPU kernels of attention over selected keys, blocks of neighbouring queries sharing what they read.
 
 A first kernel turns the indices of every query into one bit per key. The second walks the cache in blocks of keys,
-multiplies each with all queries of a block and masks what a query did not select; key blocks that no query of the
-block selected from are neither fetched nor multiplied. Within a block of queries, as where the portable form masks,
-a NaN in a row that one of them selects is a NaN for all.
+contiguous or gathered from the pages that hold them, multiplies each with all queries of a block and masks what a
+query did not select; key blocks that no query of the block selected from are neither fetched nor multiplied. Within a
+block of queries, as where the portable form masks, a NaN in a row that one of them selects is a NaN for all.
 
 Bit b of lane l of word row g belongs to key 4096 g + 128 b + l, so that the mask of 128 neighbouring keys is one
 shift of a register of words.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -25,11 +26,13 @@ from pallas_kernels.sparse_attention import rows as key_rows
 
 LANES = 128
 _BITS = 32
-_WORD_KEYS = LANES * _BITS
+WORD_KEYS = LANES * _BITS
 """Keys whose bits share one row of words."""
 
 _VMEM_LIMIT = 48 * 2**20
 _LARGEST_LIST = 2**17
+_SMALLEST_PAGE = 16
+"""Rows of a tile of bfloat16: a block of keys is put together from whole tiles."""
 _LARGEST_HEADS = 128
 _MASK_QUERIES = 8
 _MASK_BYTES = 16 * 2**20
@@ -58,9 +61,12 @@ def queries_per_block(queries: int, heads: int) -> int:
     return min(largest, -(-queries // 16) * 16)
 
 
-def fits(batch: int, heads: int, keys: int, block: int) -> bool:
-    """Whether the numbers of the key blocks fit into scalar memory, and 16 queries of all heads into vector memory."""
-    return batch * -(-keys // block) <= _LARGEST_LIST and heads <= _LARGEST_HEADS
+def fits(batch: int, heads: int, keys: int, block: int, page: int | None) -> bool:
+    """Whether the numbers of the key blocks, and of the pages, fit into scalar memory, and 16 queries of all heads into
+    vector memory; and whether a block is a number of pages, or a page of blocks."""
+    if page is not None and (page % _SMALLEST_PAGE or (block % page and page % block)):
+        return False
+    return batch * -(-keys // min(block, page or block)) <= _LARGEST_LIST and heads <= _LARGEST_HEADS
 
 
 def _mask_kernel(indices_ref: Any, words_ref: Any) -> None:
@@ -97,7 +103,7 @@ def _mask_kernel(indices_ref: Any, words_ref: Any) -> None:
 def selection_bits(indices_BQN: Array, keys: int, interpret: Any) -> Array:
     """Words [B, G, Q, LANES] of the indices (Q a multiple of 8, -1 for none), G a multiple of 8 beyond 8."""
     batch, queries, selected = indices_BQN.shape
-    word_rows = -(-keys // _WORD_KEYS)
+    word_rows = -(-keys // WORD_KEYS)
     word_rows = word_rows if word_rows <= 8 else -(-word_rows // 8) * 8
     return pl.pallas_call(
         _mask_kernel,
@@ -113,11 +119,10 @@ def selection_bits(indices_BQN: Array, keys: int, interpret: Any) -> Array:
     )(indices_BQN)
 
 
-def _held_blocks(options: Options, words_BGQL: Array, blocks: int) -> Array:
-    """[B, query blocks, key blocks] int32: the key block itself where a query selects from it, else the last such
-    block before it, -1 for none."""
+def touched_blocks(options: Options, words_BGQL: Array, blocks: int) -> Array:
+    """[B, query blocks, key blocks]: whether a query of the one selects from the other."""
     batch, word_rows, queries, _ = words_BGQL.shape
-    parts = _WORD_KEYS // options.keys
+    parts = WORD_KEYS // options.keys
     shared = words_BGQL.reshape(batch, word_rows, queries // options.queries, options.queries, LANES)
     shared = lax.reduce(shared, np.int32(0), lax.bitwise_or, (3, 4))
     bits = options.keys // LANES
@@ -127,22 +132,78 @@ def _held_blocks(options: Options, words_BGQL: Array, blocks: int) -> Array:
     )
     touched = (part & np.uint32(2**bits - 1)) != 0
     touched = jnp.swapaxes(touched, 1, 2).reshape(batch, queries // options.queries, word_rows * parts)
-    own = jnp.arange(blocks, dtype=jnp.int32)
-    return lax.cummax(jnp.where(touched[..., :blocks], own, -1), axis=2)
+    return touched[..., :blocks]
 
 
-def _kernel(
-    options: Options,
-    held_ref: Any,
-    words_ref: Any,
-    q_ref: Any,
-    kv_ref: Any,
-    o_ref: Any,
-    logsumexp_ref: Any,
-    maximum_ref: Any,
-    total_ref: Any,
-    sums_ref: Any,
-) -> None:
+def held_blocks(touched: Array, axis: int) -> Array:
+    """int32 like `touched`: along the axis the block itself where it is touched, else the last one before it that is,
+    -1 for none. What is held is not fetched again."""
+    own = lax.broadcasted_iota(jnp.int32, touched.shape, axis)
+    return lax.cummax(jnp.where(touched, own, -1), axis=axis)
+
+
+class KeyBlocks(NamedTuple):
+    """How a block of keys comes into vector memory, by one array or by one for each of its pages.
+
+    specs: of the arrays, all of which are the cache.
+    table: pages by position, for scalar memory, or nothing.
+    """
+
+    specs: list[pl.BlockSpec]
+    table: tuple[Array, ...]
+
+
+def key_blocks(
+    options: Options, kv_latent: Array, page_table: Array | None, blocks: int, number: Callable[..., Any]
+) -> KeyBlocks:
+    """Blocks of keys by their number, which `number` gives from the indices of the grid and the scalars."""
+    width = kv_latent.shape[-1]
+    if page_table is None:
+        return KeyBlocks(
+            [pl.BlockSpec((1, options.keys, width), lambda b, *grid: (b, number(b, *grid), 0))], ()
+        )
+    pages, page, _ = kv_latent.shape
+    table = jnp.clip(page_table, 0, pages - 1).astype(jnp.int32)
+    if page >= options.keys:
+        parts = page // options.keys
+        shift = parts.bit_length() - 1
+
+        def part_of_page(b: Any, *grid: Any) -> tuple[Any, Any, Any]:
+            block = number(b, *grid)
+            return grid[-1][b, block >> shift], block & (parts - 1), 0
+
+        return KeyBlocks([pl.BlockSpec((1, options.keys, width), part_of_page)], (table,))
+    per_block = options.keys // page
+    table = jnp.pad(table, ((0, 0), (0, blocks * per_block - table.shape[1])))
+
+    def nth_page(nth: int) -> Callable[..., Any]:
+        return lambda b, *grid: (grid[-1][b, number(b, *grid) * per_block + nth], 0, 0)
+
+    return KeyBlocks([pl.BlockSpec((1, page, width), nth_page(nth)) for nth in range(per_block)], (table,))
+
+
+def masked_keys(
+    options: Options, heads: int, block: Any, words_ref: Any, kv_refs: Sequence[Any]
+) -> tuple[Array, Array]:
+    """The mask [heads * queries, keys] of a block of keys, and its rows with zeros where nobody selected them."""
+    queries = options.queries
+    bits = options.keys // LANES
+    first_bit = (block & (WORD_KEYS // options.keys - 1)) * bits
+    words_QL = words_ref[0, 0]
+    chunks = [(words_QL >> (first_bit + bit)) & 1 for bit in range(bits)]
+    mask_QN = jnp.concatenate(chunks, axis=1)
+    used = [online.to_column(jnp.max(chunk, axis=0, keepdims=True).astype(jnp.float32)) for chunk in chunks]
+    kv_NC = jnp.concatenate([ref[0] for ref in kv_refs], axis=0) if len(kv_refs) > 1 else kv_refs[0][0]
+    used_NC = jnp.broadcast_to(jnp.concatenate(used, axis=0), kv_NC.shape)
+    # What nobody selected may be NaN, which a weight of zero would not stop.
+    kv_NC = jnp.where(used_NC > np.float32(0), kv_NC.astype(jnp.float32), np.float32(0)).astype(kv_NC.dtype)
+    mask_HQN = jnp.broadcast_to(mask_QN[None], (heads, queries, options.keys))
+    return mask_HQN.reshape(heads * queries, options.keys) != 0, kv_NC
+
+
+def _kernel(options: Options, scalars: int, *refs: Any) -> None:
+    held_ref, words_ref, q_ref = refs[0], *refs[scalars : scalars + 2]
+    kv_refs, (o_ref, logsumexp_ref, maximum_ref, total_ref, sums_ref) = refs[scalars + 2 : -5], refs[-5:]
     here, block = (pl.program_id(0), pl.program_id(1)), pl.program_id(2)
     heads, queries, width = q_ref.shape[1:]
 
@@ -152,22 +213,7 @@ def _kernel(
 
     @pl.when(held_ref[*here, block] == block)
     def _() -> None:
-        bits = options.keys // LANES
-        first_bit = (block & (_WORD_KEYS // options.keys - 1)) * bits
-        words_QL = words_ref[0, 0]
-        chunks = [(words_QL >> (first_bit + bit)) & 1 for bit in range(bits)]
-        mask_QN = jnp.concatenate(chunks, axis=1)
-        used = [
-            online.to_column(jnp.max(chunk, axis=0, keepdims=True).astype(jnp.float32)) for chunk in chunks
-        ]
-        kv_NC = kv_ref[0]
-        used_NC = jnp.broadcast_to(jnp.concatenate(used, axis=0), kv_NC.shape)
-        # What nobody selected may be NaN, which a weight of zero would not stop.
-        kv_NC = jnp.where(used_NC > np.float32(0), kv_NC.astype(jnp.float32), np.float32(0)).astype(
-            kv_NC.dtype
-        )
-        mask_HQN = jnp.broadcast_to(mask_QN[None], (heads, queries, options.keys))
-        mask_RN = mask_HQN.reshape(heads * queries, options.keys) != 0
+        mask_RN, kv_NC = masked_keys(options, heads, block, words_ref, kv_refs)
         q_RC = q_ref[0].reshape(heads * queries, width)
         online.attend_block(options.scale, q_RC, kv_NC, mask_RN, maximum_ref, total_ref, sums_ref)
 
@@ -180,39 +226,45 @@ def _kernel(
         logsumexp_ref[0, 0] = jnp.concatenate([online.to_row(part) for part in parts], axis=1)
 
 
-def _attend(options: Options, q_BQHC: Array, kv_BSC: Array, indices_BQN: Array) -> tuple[Array, Array]:
+def _attend(
+    options: Options,
+    q_BQHC: Array,
+    kv_latent: Array,
+    page_table: Array | None,
+    indices_BQN: Array,
+    dtype: Any,
+) -> tuple[Array, Array]:
     batch, queries, heads, width = q_BQHC.shape
-    keys = kv_BSC.shape[1]
+    keys = kv_latent.shape[1] * (1 if page_table is None else page_table.shape[1])
     blocks = -(-keys // options.keys)
     words_BGQL = selection_bits(indices_BQN, keys, options.interpret)
-    held = _held_blocks(options, words_BGQL, blocks)
+    held = held_blocks(touched_blocks(options, words_BGQL, blocks), 2)
     rows = heads * options.queries
-    shift = (_WORD_KEYS // options.keys).bit_length() - 1
+    shift = (WORD_KEYS // options.keys).bit_length() - 1
 
     def per_head(size: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, heads, options.queries, size), lambda b, q, k, held: (b, 0, q, 0))
+        return pl.BlockSpec((1, heads, options.queries, size), lambda b, q, k, *_: (b, 0, q, 0))
 
-    def key_block(b: Any, q: Any, k: Any, held: Any) -> Any:
+    def key_block(b: Any, q: Any, k: Any, held: Any, *_: Any) -> Any:
         return jnp.maximum(held[b, q, k], 0)
 
+    specs, table = key_blocks(options, kv_latent, page_table, blocks, key_block)
     o_BHQV, logsumexp = pl.pallas_call(
-        functools.partial(_kernel, options),
+        functools.partial(_kernel, options, 1 + len(table)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=1 + len(table),
             grid=(batch, queries // options.queries, blocks),
             in_specs=[
                 pl.BlockSpec(
                     (1, 1, options.queries, LANES),
-                    lambda b, q, k, held: (b, key_block(b, q, k, held) >> shift, q, 0),
+                    lambda b, q, k, *scalars: (b, key_block(b, q, k, *scalars) >> shift, q, 0),
                 ),
                 per_head(width),
-                pl.BlockSpec(
-                    (1, options.keys, width), lambda b, q, k, held: (b, key_block(b, q, k, held), 0)
-                ),
+                *specs,
             ],
             out_specs=[
                 per_head(options.value_dim),
-                pl.BlockSpec((1, 1, 1, rows), lambda b, q, k, held: (b, q, 0, 0)),
+                pl.BlockSpec((1, 1, 1, rows), lambda b, q, k, *_: (b, q, 0, 0)),
             ],
             scratch_shapes=[
                 pltpu.VMEM((rows, 1), jnp.float32),
@@ -221,7 +273,7 @@ def _attend(options: Options, q_BQHC: Array, kv_BSC: Array, indices_BQN: Array) 
             ],
         ),
         out_shape=[
-            result_like(q_BQHC, (batch, heads, queries, options.value_dim), q_BQHC.dtype),
+            result_like(q_BQHC, (batch, heads, queries, options.value_dim), dtype),
             result_like(q_BQHC, (batch, queries // options.queries, 1, rows), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
@@ -230,25 +282,36 @@ def _attend(options: Options, q_BQHC: Array, kv_BSC: Array, indices_BQN: Array) 
         cost_estimate=pl.CostEstimate(
             flops=2 * batch * queries * heads * keys * (width + options.value_dim),
             transcendentals=batch * queries * heads * keys,
-            bytes_accessed=batch * queries // options.queries * keys * width * kv_BSC.dtype.itemsize,
+            bytes_accessed=batch * queries // options.queries * keys * width * kv_latent.dtype.itemsize,
         ),
         interpret=options.interpret,
         name="sparse_attention_shared",
-    )(held, words_BGQL, jnp.swapaxes(q_BQHC, 1, 2), kv_BSC)
+    )(held, *table, words_BGQL, jnp.swapaxes(q_BQHC, 1, 2), *[kv_latent] * len(specs))
     logsumexp = logsumexp.reshape(batch, queries // options.queries, heads, options.queries)
     logsumexp_BQH = jnp.swapaxes(logsumexp, 2, 3).reshape(batch, queries, heads)
     return jnp.swapaxes(o_BHQV, 1, 2), logsumexp_BQH
 
 
-def attention(
-    options: Options, q_BQHC: Array, kv_BSC: Array, rows_BQN: Array, exists_BQN: Array
-) -> tuple[Array, Array]:
-    """o in the dtype of q, and logsumexp in float32, from rows as `rows.physical_rows` gives them."""
-    batch, queries, _, _ = q_BQHC.shape
-    keys = kv_BSC.shape[1]
-    indices_BQN = jnp.where(exists_BQN, rows_BQN, -1).astype(jnp.int32)
+def queries_at_once(options: Options, batch: int, queries: int, keys: int) -> int:
+    """Whole blocks of queries whose bits are in memory together."""
     at_once = max(1, _MASK_BYTES // (batch * options.queries * -(-keys // 8))) * options.queries
-    at_once = min(at_once, -(-queries // options.queries) * options.queries)
+    return min(at_once, -(-queries // options.queries) * options.queries)
+
+
+def attention(
+    options: Options,
+    q_BQHC: Array,
+    kv_latent: Array,
+    page_table: Array | None,
+    indices_BQN: Array,
+    dtype: Any,
+) -> tuple[Array, Array]:
+    """o in the given dtype, and logsumexp in float32, over the positions [B, Q, N] int32 that exist, else -1."""
+    batch, queries, _, _ = q_BQHC.shape
+    keys = kv_latent.shape[1] * (1 if page_table is None else page_table.shape[1])
+    at_once = queries_at_once(options, batch, queries, keys)
     parts = key_rows.split_queries(q_BQHC, at_once, 0), key_rows.split_queries(indices_BQN, at_once, -1)
-    o, logsumexp = lax.map(lambda part: _attend(options, part[0], kv_BSC, part[1]), parts)
+    o, logsumexp = lax.map(
+        lambda part: _attend(options, part[0], kv_latent, page_table, part[1], dtype), parts
+    )
     return key_rows.join_queries(o, queries), key_rows.join_queries(logsumexp, queries)

@@ -11,14 +11,14 @@ The bundles are those of the compiler's schedule for v6e; nothing here has run o
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._typing import Array, Float, Int
 from pallas_kernels._varying import match_varying
-from pallas_kernels.sparse_attention import _tpu_gather, _tpu_shared, xla
+from pallas_kernels.sparse_attention import _tpu_backward, _tpu_gather, _tpu_shared, xla
 from pallas_kernels.sparse_attention import rows as key_rows
 
 Options = _tpu_gather.Options | _tpu_shared.Options
@@ -45,23 +45,56 @@ def shares_keys(
     return queries >= _SHARING_QUERIES and walk < selected * _COPY_BUNDLES
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(
-    options: Options, paged: bool, q_BQHC: Array, kv_latent: Array, rows_BQN: Array, exists_BQN: Array
+class Selection(NamedTuple):
+    """Which keys each query reads: positions, the rows that hold them, which of both exist, and the pages."""
+
+    indices_BQN: Array
+    rows_BQN: Array
+    exists_BQN: Array
+    page_table_BP: Array | None
+
+
+def _run(
+    options: Options, q_BQHC: Array, kv_latent: Array, selection: Selection, dtype: Any
 ) -> tuple[Array, Array]:
+    """o in the given dtype where keys are shared, else in that of q, and logsumexp."""
+    indices_BQN, rows_BQN, exists_BQN, table = selection
     if isinstance(options, _tpu_shared.Options):
-        return _tpu_shared.attention(options, q_BQHC, kv_latent, rows_BQN, exists_BQN)
-    return _tpu_gather.attention(options, q_BQHC, kv_latent, rows_BQN, exists_BQN, paged)
+        positions_BQN = jnp.where(exists_BQN, indices_BQN, -1).astype(jnp.int32)
+        return _tpu_shared.attention(options, q_BQHC, kv_latent, table, positions_BQN, dtype)
+    return _tpu_gather.attention(options, q_BQHC, kv_latent, rows_BQN, exists_BQN, table is not None)
 
 
-def _forward(options: Options, paged: bool, *inputs: Array) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    return _attention(options, paged, *inputs), inputs
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+    options: Options, q_BQHC: Array, kv_latent: Array, selection: Selection
+) -> tuple[Array, Array]:
+    return _run(options, q_BQHC, kv_latent, selection, q_BQHC.dtype)
+
+
+def _forward(
+    options: Options, q_BQHC: Array, kv_latent: Array, selection: Selection
+) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
+    if not isinstance(options, _tpu_shared.Options) or selection.page_table_BP is not None:
+        return _attention(options, q_BQHC, kv_latent, selection), (q_BQHC, kv_latent, selection, None)
+    # The gradient sums products with o, whose rounding to bfloat16 it must not see.
+    o, logsumexp = _run(options, q_BQHC, kv_latent, selection, jnp.float32)
+    return (o.astype(q_BQHC.dtype), logsumexp), (q_BQHC, kv_latent, selection, (o, logsumexp))
 
 
 def _backward(
-    options: Options, paged: bool, inputs: tuple[Array, ...], cotangents: tuple[Array, Array]
+    options: Options, residuals: tuple[Any, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Any, ...]:
-    return xla.backward(options.scale, options.value_dim, paged, inputs, cotangents)
+    q_BQHC, kv_latent, selection, results = residuals
+    if results is not None:
+        assert isinstance(options, _tpu_shared.Options)
+        positions_BQN = jnp.where(selection.exists_BQN, selection.indices_BQN, -1).astype(jnp.int32)
+        dq, dkv = _tpu_backward.gradients(options, q_BQHC, kv_latent, positions_BQN, results, cotangents)
+    else:
+        paged = selection.page_table_BP is not None
+        inputs = (q_BQHC, kv_latent, selection.rows_BQN, selection.exists_BQN)
+        dq, dkv, *_ = xla.backward(options.scale, options.value_dim, paged, inputs, cotangents)
+    return dq, dkv, jax.tree.map(lambda _: None, selection)
 
 
 _attention.defvjp(_forward, _backward)
@@ -80,14 +113,16 @@ def sparse_attention(
     interpret: Any = False,
 ) -> tuple[Float[Array, "B Q H V"], Float[Array, "B Q H"]]:
     """`pallas_kernels.sparse_attention.sparse_attention`, every query fetching its own rows of the cache, or blocks
-    of queries walking it together; `shared` None decides by `shares_keys` (pages are always fetched by row).
+    of queries walking it together; `shared` None decides by `shares_keys`. Pages are walked too where they have a
+    multiple of 16 keys and divide a block or are a number of blocks.
 
     The cache is read in place where its channels are whole lanes of 128 (576 channels: allocate 640, zeros in
     the cache and in q); otherwise XLA prefers to lay it out with the keys in lanes, and copies it for the kernel,
     unless the program fixes the layout of its argument. An odd number of bfloat16 keys is padded, a copy too.
 
-    The backward pass is that of the portable form, which recomputes blocks of queries and adds the gradients of
-    rows one block after the other.
+    Where blocks of queries share a contiguous cache the backward pass is two Pallas kernels. Elsewhere it is that of
+    the portable form, which recomputes blocks of queries and adds the gradients of rows one block after the other:
+    a kernel could add rows of single queries to the cache's gradient only by reading, adding and writing each in turn.
 
     `block` keys are multiplied at a time; `interpret` as in `pallas_call`.
 
@@ -110,16 +145,18 @@ def sparse_attention(
         )
     batch, queries, heads = q_BQHC.shape[:3]
     walk_block = block or _WALK_BLOCK
-    can_share = not paged and _tpu_shared.fits(batch, heads, keys, walk_block)
+    positions = keys * (1 if page_table_BP is None else page_table_BP.shape[1])
+    can_share = _tpu_shared.fits(batch, heads, positions, walk_block, keys if paged else None)
     if shared and not can_share:
         raise NotImplementedError(
-            f"queries of the TPU kernel share the keys of contiguous caches of moderate size and got "
-            f"{'a page_table' if paged else f'{batch} x {keys} keys and {heads} heads'}; pass shared=None or False"
+            f"queries of the TPU kernel share the keys of caches of moderate size, contiguous or in pages of a "
+            f"multiple of 16 keys that fit blocks of {walk_block}, and got {batch} x {positions} keys"
+            f"{f' in pages of {keys}' if paged else ''} and {heads} heads; pass shared=None or False"
         )
     if shared is None:
         wide = jnp.bfloat16 if q_BQHC.dtype == kv_latent.dtype == jnp.bfloat16 else jnp.float32
         selected = indices_BQN.shape[2]
-        shared = can_share and shares_keys(queries, heads, width, value_dim, keys, selected, wide)
+        shared = can_share and shares_keys(queries, heads, width, value_dim, positions, selected, wide)
     options: Options
     if shared:
         together = _tpu_shared.queries_per_block(queries, heads)
@@ -128,5 +165,7 @@ def sparse_attention(
         options = _tpu_gather.Options(scale, value_dim, block or _FETCH_BLOCK, interpret)
     with jax.named_scope("sparse_attention"):
         rows_BQN, exists_BQN = key_rows.physical_rows(indices_BQN, kv_latent, page_table_BP)
-        q, kv, rows, exists = match_varying(q_BQHC, kv_latent, rows_BQN, exists_BQN)
-        return _attention(options, paged, q, kv, rows, exists)
+        table = () if page_table_BP is None else (page_table_BP,)
+        q, kv, *which = match_varying(q_BQHC, kv_latent, indices_BQN, rows_BQN, exists_BQN, *table)
+        selection = Selection(*which, *([] if paged else [None]))
+        return _attention(options, q, kv, selection)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from pallas_kernels import index_select
-from pallas_kernels.index_select import xla
+from pallas_kernels.index_select import dense, xla
 from pallas_kernels.sparse_attention import rows as key_rows
 
 DATA = Path(__file__).parents[1] / "golden" / "data"
@@ -369,6 +369,59 @@ def test_scores_at_and_its_gradients_in_float64(use_relu, gather_bytes, monkeypa
     for got, want in zip(pullback(cotangent), expected_pullback(cotangent), strict=True):
         assert got.dtype == jnp.float64
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("product_bytes", [1, 32 * 2**20])
+@pytest.mark.parametrize("use_relu", [True, False])
+def test_dense_scores_at_and_its_gradients_in_float64(use_relu, product_bytes, monkeypatch):
+    """One tile of all keys, and tiles of 128 for blocks of queries, none of which divides."""
+    monkeypatch.setattr(dense, "_PRODUCT_BYTES", product_bytes)
+    monkeypatch.setattr(dense, "QUERY_BLOCK", 8)
+    dense.scores_at.clear_cache()
+    q, k, weights, positions = (
+        a.astype(jnp.float64) if a.dtype == jnp.float32 else a for a in random_problem(keys=300)
+    )
+    positions = jnp.minimum(positions, 290).at[0, 3].set(-1)
+    cotangent = jnp.asarray(np.random.default_rng(1).standard_normal((*positions.shape, 300)))
+    seen = jnp.arange(300, dtype=jnp.int32) <= positions[..., None]
+
+    def naive(q, k, weights):
+        scores = index_select.scores(q, k, weights, positions, use_relu)
+        return jnp.where(seen, scores, index_select.MASKED_SCORE)
+
+    value, pullback = jax.vjp(
+        lambda *a: index_select.scores_at(*a, use_relu=use_relu, query_positions=positions),
+        q,
+        k.at[:, 291:].set(jnp.nan),
+        weights,
+    )
+    dense.scores_at.clear_cache()
+    expected, expected_pullback = jax.vjp(naive, q, k, weights)
+    np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12)
+    for got, want in zip(pullback(cotangent), expected_pullback(cotangent), strict=True):
+        assert got.dtype == jnp.float64
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-11)
+
+
+def test_dense_scores_at_are_those_at_every_index():
+    q, k, weights, _ = random_problem(keys=40)
+    every = jnp.broadcast_to(jnp.arange(40, dtype=jnp.int32), (*q.shape[:2], 40))
+    np.testing.assert_allclose(
+        index_select.scores_at(q, k, weights), index_select.scores_at(q, k, weights, every), rtol=0, atol=2e-6
+    )
+    with pytest.raises(ValueError, match="given indices and query_positions"):
+        index_select.scores_at(q, k, weights, every, query_positions=every[..., 0])
+
+
+def test_dense_scores_at_keep_no_products_of_heads():
+    q, k, weights = (
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 512, 16, 32), (1, 8192, 32), (1, 512, 16))
+    )
+    gradient = jax.grad(lambda *a: jnp.sum(index_select.scores_at(*a) ** 2), argnums=(0, 1, 2))
+    compiled = jax.jit(gradient).lower(q, k, weights).compile()
+    scores = 4 * 512 * 8192
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * dense._PRODUCT_BYTES + 6 * scores < 16 * scores
 
 
 def test_scores_at_skipped_entries_and_zero_products():

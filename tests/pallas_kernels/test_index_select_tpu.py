@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from safetensors.numpy import load_file
 
 from pallas_kernels import index_select
-from pallas_kernels.index_select import _tpu_compact, tpu
+from pallas_kernels.index_select import _tpu_compact, _tpu_select, tpu
 
 DATA = Path(__file__).parents[1] / "golden" / "data"
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
@@ -85,6 +85,23 @@ def test_recorded_sets(name: str) -> None:
     found = select(q, k, weights, positions, int(f["top_k"][0]), key_round=ROUND)
     assert found.dtype == jnp.int32
     np.testing.assert_array_equal(found, f["indices"])
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("name", ["ties_dup", "relu_plateau", "decode"])
+def test_recorded_scores_bit_for_bit(name: str) -> None:
+    """The files whose scores are exact: the ranks of the kernel's scores are those of the recorded ones."""
+    f = load_file(DATA / f"index_select_{name}.safetensors")
+    batch, queries, heads, channels = f["q_index"].shape
+    tiles = _tpu_select.Tiles(1, queries, queries, 0, 0, 0, 0)
+    static = _tpu_select.Static(tiles, heads, 0, 0, 0, False, True, "full")
+    for b in range(batch):
+        q = jnp.asarray(f["q_index"][b].swapaxes(0, 1).reshape(heads * queries, channels))
+        arrays = jnp.asarray(f["k_index"][b]), None, jnp.asarray(f["weights"][b])
+        ranks = np.asarray(_tpu_select._tile_ranks(static, q, *arrays))
+        expected = np.asarray(_tpu_compact.rank_of(jnp.asarray(f["scores_f32"][b])))
+        visible = f["scores_f32"][b] != np.float32(-1e30)
+        np.testing.assert_array_equal(ranks[visible], expected[visible])
 
 
 @settings(max_examples=25)

@@ -60,10 +60,10 @@ def run(q: Any, kv: Any, indices: Any, page_table: Any = None) -> tuple[jax.Arra
     )
 
 
-def run_shared(q: Any, kv: Any, indices: Any) -> tuple[jax.Array, jax.Array]:
+def run_shared(q: Any, kv: Any, indices: Any, page_table: Any = None) -> tuple[jax.Array, jax.Array]:
     """Queries walk the cache together."""
     return tpu.sparse_attention(
-        q, kv, jnp.asarray(indices), SCALE, VALUES, shared=True, block=LONG_BLOCK, interpret=INTERPRET
+        q, kv, jnp.asarray(indices), SCALE, VALUES, page_table, True, LONG_BLOCK, interpret=INTERPRET
     )
 
 
@@ -102,6 +102,21 @@ def selections(draw: st.DrawFn) -> np.ndarray:
         filled = [*order, *[gap] * (SELECTED - count)]
         rows.append(draw(st.permutations(filled)) if draw(st.booleans()) else filled)
     return np.array(rows, np.int32).reshape(BATCH, QUERIES, SELECTED)
+
+
+@st.composite
+def long_selections(draw: st.DrawFn) -> np.ndarray:
+    """Per query of a long cache: keys in any order from a window that may end on, or begin after, any block."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    indices = np.full((BATCH, QUERIES, SELECTED), -1, np.int32)
+    for b, t in np.ndindex(BATCH, QUERIES):
+        first = draw(st.sampled_from([0, 0, 127, 1024, 4095, LONG - 1]))
+        length = draw(st.sampled_from([1, 2, 128, 129, 1024, LONG]))
+        window = np.arange(first, min(first + length, LONG))
+        count = min(len(window), draw(st.integers(0, SELECTED)))
+        slots = rng.permutation(SELECTED)[:count]
+        indices[b, t, slots] = rng.permutation(window)[:count]
+    return indices
 
 
 @settings(max_examples=8)
@@ -173,47 +188,84 @@ def test_large_logits_neither_overflow_nor_vanish() -> None:
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-6, atol=2e-2)
 
 
-def test_gradients() -> None:
-    q, kv = inputs(14)
-    indices = random_indices(15)
-    poisoned = only_selected(kv, indices)
+def cotangents(q: jax.Array, indices: np.ndarray, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array]:
+    """Of o and logsumexp; NaN where a row has no key, where whatever comes back must stop."""
     rng = np.random.default_rng(16)
-    ct = tuple(
-        jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((*q.shape[:3], VALUES), q.shape[:3])
-    )
-    _, pull_back = jax.vjp(lambda q, kv: run(q, kv, indices), q, poisoned)
+    do = jnp.asarray(rng.standard_normal((*q.shape[:3], VALUES)), dtype)
+    dlogsumexp = jnp.asarray(rng.standard_normal(q.shape[:3]), jnp.float32)
+    empty = jnp.asarray((indices < 0).all(axis=-1))[..., None]
+    return jnp.where(empty[..., None], jnp.nan, do), jnp.where(empty, jnp.nan, dlogsumexp)
 
-    def reference_run(q: Any, kv: Any) -> Any:
-        return reference.sparse_attention(q, kv, jnp.asarray(indices), SCALE, VALUES)
 
-    for found, expected in zip(pull_back(ct), jax.vjp(reference_run, q, kv)[1](ct), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=1e-5)
+def check_gradients(
+    attend: Any, q: Any, kv: Any, indices: np.ndarray, ct: Any = None, relative: float = 2e-6
+) -> None:
+    """Against those of the definition in float64, which has no NaN in it."""
+    ct = cotangents(q, indices, q.dtype) if ct is None else ct
+    found = jax.vjp(lambda q, kv: attend(q, kv, indices), q, only_selected(kv, indices))[1](ct)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(a, np.float64)) for a in (q, kv, *ct)]
+
+        def definition(q: Any, kv: Any) -> Any:
+            return reference.sparse_attention(q, kv, jnp.asarray(indices), SCALE, VALUES)
+
+        expected = jax.vjp(definition, *wide[:2])[1](tuple(jnp.nan_to_num(a, nan=0.0) for a in wide[2:]))
+    for a, b, like in zip(found, expected, (q, kv), strict=True):
+        assert a.dtype == like.dtype
+        # The parts of a bfloat16 weight hold 16 bits, of sums that may cancel.
+        absolute = 1e-5 if like.dtype == jnp.float32 else 2.0**-12 * float(jnp.abs(b).max())
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=relative, atol=absolute)
+
+
+def test_gradients() -> None:
+    check_gradients(run, *inputs(14), random_indices(15))
+
+
+@settings(max_examples=3)
+@given(indices=long_selections(), seed=st.integers(0, 2**16))
+def test_gradients_of_shared_keys(indices: np.ndarray, seed: int) -> None:
+    check_gradients(run_shared, *inputs(seed, keys=LONG), indices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [96, 48, 24, 12, 3])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_of_heads_of_shared_keys(heads: int, dtype: Any) -> None:
+    """In bfloat16 as good as its rounding: sums and weights are wider."""
+    q, kv = inputs(29, dtype, heads, LONG)
+    indices = random_indices(30, keys=LONG)
+    check_gradients(run_shared, q, kv, indices, relative=2.0**-8 if dtype == jnp.bfloat16 else 2e-6)
+
+
+@pytest.mark.slow
+def test_gradients_of_chunks_of_queries_are_the_same_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks add to one gradient of the cache, and the same bits come out twice."""
+    monkeypatch.setattr(_tpu_shared, "_MASK_BYTES", 1)
+    rng = np.random.default_rng(31)
+    q = jnp.asarray(rng.standard_normal((1, 70, HEADS, WIDTH)), jnp.float32)
+    kv = jnp.asarray(rng.standard_normal((1, 300, WIDTH)), jnp.float32)
+    indices = np.stack([rng.permutation(300)[:SELECTED] for _ in range(70)])[None].astype(np.int32)
+    indices[0, :, 5] = -1
+    tpu.sparse_attention.clear_cache()
+    check_gradients(run_shared, q, kv, indices)
+    ct = cotangents(q, indices)
+    once, again = (jax.vjp(lambda q, kv: run_shared(q, kv, indices), q, kv)[1](ct) for _ in range(2))
+    tpu.sparse_attention.clear_cache()
+    for a, b in zip(once, again, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.golden
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["padded", pytest.param("prefill", marks=pytest.mark.slow)])
-def test_recorded_outputs(name: str) -> None:
+def test_recorded_outputs(name: str, shared: bool) -> None:
     f = load_file(DATA / f"sparse_mla_{name}.safetensors")
     arrays = (jnp.asarray(f[key]) for key in ("q", "kv", "indices"))
     scale, value_dim = float(f["scale"][0]), f["output"].shape[-1]
-    o, logsumexp = tpu.sparse_attention(*arrays, scale, value_dim, block=BLOCK, interpret=INTERPRET)
+    how = {"shared": shared, "block": 128 if shared else BLOCK, "interpret": INTERPRET}
+    o, logsumexp = tpu.sparse_attention(*arrays, scale, value_dim, **how)
     np.testing.assert_allclose(o, f["output"], rtol=0, atol=1e-5)
     np.testing.assert_allclose(logsumexp, f["logsumexp"], rtol=0, atol=1e-5)
-
-
-@st.composite
-def long_selections(draw: st.DrawFn) -> np.ndarray:
-    """Per query of a long cache: keys in any order from a window that may end on, or begin after, any block."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    indices = np.full((BATCH, QUERIES, SELECTED), -1, np.int32)
-    for b, t in np.ndindex(BATCH, QUERIES):
-        first = draw(st.sampled_from([0, 0, 127, 1024, 4095, LONG - 1]))
-        length = draw(st.sampled_from([1, 2, 128, 129, 1024, LONG]))
-        window = np.arange(first, min(first + length, LONG))
-        count = min(len(window), draw(st.integers(0, SELECTED)))
-        slots = rng.permutation(SELECTED)[:count]
-        indices[b, t, slots] = rng.permutation(window)[:count]
-    return indices
 
 
 @settings(max_examples=5)
@@ -221,6 +273,46 @@ def long_selections(draw: st.DrawFn) -> np.ndarray:
 def test_shared_keys_of_any_selection(indices: np.ndarray, seed: int) -> None:
     q, kv = inputs(seed, keys=LONG)
     assert_equal(run_shared(q, only_selected(kv, indices), indices), oracle(q, kv, indices))
+
+
+@pytest.mark.parametrize(
+    ("page", "dtype"),
+    [
+        (64, jnp.float32),
+        pytest.param(16, jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param(2048, jnp.float32, marks=pytest.mark.slow),
+    ],
+)
+def test_shared_keys_in_pages(page: int, dtype: Any) -> None:
+    """Pages of a block, and a page of blocks: in any order, others and the unwritten end full of NaN."""
+    q, kv = inputs(32, dtype, keys=LONG)
+    count = -(-LONG // page)
+    written = (count - 1) * page
+    indices = random_indices(33, keys=written)
+    kv = only_selected(kv, indices)
+    order = np.random.default_rng(34).permutation(BATCH * count + 2)[: BATCH * count]
+    padded = jnp.pad(kv, ((0, 0), (0, count * page - LONG), (0, 0)), constant_values=jnp.nan)
+    pages = jnp.full((BATCH * count + 2, page, WIDTH), jnp.nan, dtype)
+    pages = pages.at[order].set(padded.reshape(-1, page, WIDTH))
+    table = order.reshape(BATCH, count).astype(np.int32)
+    table[:, -1] = [-1, 2**31 - 1]
+    indices[1, 2, 0] = written
+    expected = oracle(q, kv, np.where(indices >= written, -1, indices))
+    assert_equal(run_shared(q, pages, indices, jnp.asarray(table)), expected, dtype)
+
+
+@pytest.mark.slow
+def test_gradients_through_pages() -> None:
+    page, count = 64, LONG // 64 + 1
+    q, kv = inputs(35, keys=count * page)
+    indices = random_indices(36, keys=count * page)
+    table = jnp.asarray(np.random.default_rng(37).permutation(BATCH * count).reshape(BATCH, count), jnp.int32)
+
+    def paged(q: Any, kv: Any, indices: Any) -> Any:
+        pages = jnp.zeros((BATCH * count, page, WIDTH)).at[table].set(kv.reshape(BATCH, count, page, WIDTH))
+        return run_shared(q, pages, indices, table)
+
+    check_gradients(paged, q, kv, indices)
 
 
 def test_shared_keys_in_bfloat16() -> None:
@@ -258,7 +350,7 @@ def test_who_shares() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", [96, 48, 24, 12])
+@pytest.mark.parametrize("heads", [96, 48, 24, 12, 3])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_heads_of_shared_keys(heads: int, dtype: Any) -> None:
     q, kv = inputs(24, dtype, heads, LONG)
@@ -281,7 +373,7 @@ def test_shared_keys_in_chunks_of_queries(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", [96, 48, 24, 12])
+@pytest.mark.parametrize("heads", [96, 48, 24, 12, 3])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_heads(heads: int, dtype: Any) -> None:
     q, kv = inputs(17, dtype, heads)
@@ -308,7 +400,9 @@ def test_results_vary_over_the_axes_of_the_arguments(shared: bool) -> None:
 def test_what_the_kernel_refuses() -> None:
     q, kv = inputs(19)
     indices = random_indices(20)
-    with pytest.raises(NotImplementedError, match="contiguous caches of moderate size and got a page_table"):
+    with pytest.raises(
+        NotImplementedError, match="of 16 keys that fit blocks of 512, and got 2 x 23 keys in pages"
+    ):
         tpu.sparse_attention(
             q, kv, jnp.asarray(indices), SCALE, VALUES, jnp.zeros((BATCH, 1), jnp.int32), shared=True
         )
