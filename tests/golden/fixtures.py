@@ -192,7 +192,7 @@ def layer_program(
         )
         stream = network.Stream(partial_BTD, snapshots, None)
         starts_block = config.starts_block(layer)
-        out, _, auxiliary = network._layer(group, stream, None, layer, None, starts_block, step)
+        out, _, auxiliary = network.run_layer(group, stream, None, layer, None, starts_block, step)
         return out.partial_BTD, auxiliary
 
     return lambda group, stream: compute(group, stream.partial_BTD, stream.snapshots)

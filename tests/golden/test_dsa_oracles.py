@@ -12,9 +12,31 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from safetensors.numpy import load_file
 
 from pallas_kernels import index_select, sparse_attention
+from pallas_kernels.index_select import tpu as select_tpu
+from pallas_kernels.sparse_attention import tpu as attention_tpu
+
+INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+FORMS = {
+    name: (
+        functools.partial(index_select.select, implementation=name),
+        functools.partial(sparse_attention.sparse_attention, implementation=name),
+    )
+    for name in ("xla", "reference")
+} | {
+    "tpu": (
+        functools.partial(select_tpu.select, interpret=INTERPRET),
+        functools.partial(attention_tpu.sparse_attention, shared=False, block=16, interpret=INTERPRET),
+    ),
+    "tpu_shared": (
+        functools.partial(select_tpu.select, key_round=128, interpret=INTERPRET),
+        functools.partial(attention_tpu.sparse_attention, shared=True, block=128, interpret=INTERPRET),
+    ),
+}
+"""Selection and attention by each implementation that runs here, the TPU kernels interpreted."""
 
 DATA = Path(__file__).parent / "data"
 NAMES = ["deepseek_v32", "glm_moe_dsa"]
@@ -70,7 +92,7 @@ def indexer_inputs(name, interleaved):
     return turn(q), turn(k)[:, :, 0], weights, positions, q_latent
 
 
-def attention(name, indices, q_latent, implementation):
+def attention(name, indices, q_latent, attend=sparse_attention.sparse_attention):
     """The layer's output for given indices, with queries absorbed into the latent space."""
     tensors, w, meta = fixture(name)
     c = meta["config"]
@@ -85,13 +107,12 @@ def attention(name, indices, q_latent, implementation):
     kv_b = w["kv_b_proj.weight"].reshape(heads, nope + value_dim, rank)
     absorbed = np.einsum("bthn,hnc->bthc", q[..., :nope], kv_b[:, :nope])
     query = np.concatenate([absorbed, rotate(q[..., nope:], c["rope_theta"], True)], axis=-1)
-    o, _ = sparse_attention.sparse_attention(
+    o, _ = attend(
         jnp.asarray(query, jnp.float32),
         jnp.asarray(np.concatenate([latent, key_rope], axis=-1), jnp.float32),
         indices,
         (nope + rope) ** -0.5,
         rank,
-        implementation=implementation,
     )
     values = np.einsum("bthc,hvc->bthv", np.asarray(o, np.float64), kv_b[:, nope:])
     return values.reshape(batch, tokens, -1) @ w["o_proj.weight"].T
@@ -107,16 +128,21 @@ def pairing(name):
 
 
 @pytest.mark.golden
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        pytest.param(name, form, marks=() if form in quick else pytest.mark.slow)
+        for name, quick in (("deepseek_v32", ("xla", "reference")), ("glm_moe_dsa", ("xla", "tpu_shared")))
+        for form in FORMS
+    ],
+)
 def test_layer_output_sets_and_scores(name, implementation):
     tensors, _, meta = fixture(name)
     *arrays, q_latent = indexer_inputs(name, pairing(name))
     q, k, weights = (jnp.asarray(a, jnp.float32) for a in arrays[:3])
     positions = jnp.asarray(arrays[3])
-    indices = index_select.select(
-        q, k, weights, positions, meta["config"]["index_topk"], implementation=implementation
-    )
+    select, attend = FORMS[implementation]
+    indices = select(q, k, weights, positions, meta["config"]["index_topk"])
     assert as_sets(indices) == as_sets(tensors["topk_indices"])
     visible = tensors["index_scores"] != np.float32(-1e30)
     scores = np.asarray(index_select.scores(q, k, weights, positions))
@@ -124,7 +150,7 @@ def test_layer_output_sets_and_scores(name, implementation):
     at = np.asarray(index_select.scores_at(q, k, weights, indices))
     picked = np.take_along_axis(tensors["index_scores"], np.maximum(indices, 0), axis=2)
     np.testing.assert_allclose(at[indices >= 0], picked[indices >= 0], rtol=0, atol=1e-5)
-    y = attention(name, indices, q_latent, implementation)
+    y = attention(name, indices, q_latent, attend)
     np.testing.assert_allclose(y, tensors["y"], rtol=0, atol=2e-5)
 
 
@@ -138,7 +164,7 @@ def test_the_other_pairing_and_a_dense_layer_are_noticed(name):
     indices = index_select.select(q, k, weights, positions, top_k)
     assert as_sets(indices) != as_sets(tensors["topk_indices"])
     everything = index_select.select(q, k, weights, positions, positions.shape[1])
-    y = attention(name, everything, q_latent, None)
+    y = attention(name, everything, q_latent)
     np.testing.assert_allclose(y[:, :top_k], tensors["y"][:, :top_k], rtol=0, atol=2e-5)
     effect = np.abs(y - tensors["y"]).max()
     assert effect == pytest.approx(meta["effect_of_sparsity_vs_dense"], rel=1e-3)

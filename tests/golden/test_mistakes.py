@@ -14,10 +14,12 @@ import pytest
 
 import moe28t_jax as m
 from moe28t_jax.model import Inputs, kda, mla, moe, network, project_logits, run
+from moe28t_jax.model import layer as layer_module
 from moe28t_jax.model.cache import KDACache
 from moe28t_jax.model.numerics import linear, rms_norm
 from moe28t_jax.model.parameters import Weight
 from moe28t_jax.model.residual import mix
+from moe28t_jax.parallel import attention
 from moe28t_jax.weights import load_parameters
 from pallas_kernels import index_select
 from tests.golden import fixtures
@@ -134,14 +136,14 @@ def test_absolute_index_weights(k31, monkeypatch):
 
 
 def test_ties_to_the_highest_index(k31, monkeypatch):
-    def wrong(q, k, weights, positions, top_k, use_relu=True):
+    def wrong(q, k, weights, positions, top_k, page_table, axis_name, use_relu):
         scores = index_select.scores(q, k, weights, positions, use_relu=use_relu)
         scores = jnp.where(scores == 0, jnp.float32(0), scores)
         values, backwards = jax.lax.top_k(scores[..., ::-1], top_k)
         return jnp.where(values > -1e29, scores.shape[-1] - 1 - backwards, -1)
 
-    patched = SimpleNamespace(select=wrong, scores=index_select.scores)
-    monkeypatch.setattr(mla, "index_select", patched)
+    patched = SimpleNamespace(select=wrong)
+    monkeypatch.setattr(attention, "index_select", patched)
     mistake = "ties_highest_index_first"
     assert_layer_noticed(layer_result(k31), mistake, changed_queries(k31, mistake))
 
@@ -223,7 +225,7 @@ def residual_layer(k31: Any, layer: int, mistake: str | None) -> float:
         before = (*snapshots, partial) if mistake == "push before the mix" else snapshots
         h = mixed(group.attention_mix, before, partial)
         x = rms_norm(h, group["attention_norm"], config.rms_norm_eps)
-        out, *_ = network._attention(group, x, None, layer, None, step)
+        out, *_ = layer_module.attention(group, x, None, layer, None, step)
         if config.starts_block(layer):
             snapshots = (*snapshots, partial)
             partial = partial + out if mistake == "no reset" else out
@@ -231,7 +233,7 @@ def residual_layer(k31: Any, layer: int, mistake: str | None) -> float:
             partial = (h if mistake == "mixed h accumulated" else partial) + out
         h = mixed(group.mlp_mix, snapshots, partial)
         x = rms_norm(h, group["mlp_norm"], config.rms_norm_eps)
-        out, _ = network.mixture_of_experts(group.mlp, x, step.valid_BT, config)
+        out, _ = layer_module.mixture_of_experts(group.mlp, x, step.valid_BT, config)
         return (h if mistake == "mixed h accumulated" else partial) + out
 
     partial = compute(k31.layers[layer], stream.partial_BTD, stream.snapshots)

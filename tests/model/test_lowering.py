@@ -51,14 +51,16 @@ def lowered(layers: int, tokens: int) -> tuple[str, set[tuple[tuple[int, ...], s
 def computed_tensors(
     text: str, arguments: set[tuple[tuple[int, ...], str]]
 ) -> dict[tuple[tuple[int, ...], str], int]:
-    """Shape and element type to number of elements of what is neither an argument nor one layer of a stack."""
-    given = set()
+    """Shape and element type to number of elements of what is neither an argument, nor one layer of a stack, nor all
+    rows of one in another grouping (which is no copy)."""
+    given, rows = set(), set()
     for shape, kind in arguments:
+        rows.add((math.prod(shape), shape[-1], kind))
         given |= {(shape, kind), (shape[1:], kind), ((1, *shape[1:]), kind)}
     found = {}
     for dimensions, kind in re.findall(r"tensor<((?:\d+x)+)([a-z]\w*)>", text):
         shape = tuple(map(int, dimensions[:-1].split("x")))
-        if (shape, kind) not in given:
+        if (shape, kind) not in given and (math.prod(shape), shape[-1], kind) not in rows:
             found[shape, kind] = math.prod(shape)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -95,21 +96,32 @@ class _FeatureRows:
 class Steps:
     """Compiled steps over fixed parameters. Caches are passed in and given up: each call consumes its cache.
 
-    chunk: tokens of one prefill call; longer prompts run chunk by chunk.
+    chunk: tokens of one prefill call; longer prompts run chunk by chunk. mesh: the devices that the parameters lie on;
+    None for one device.
     """
 
-    def __init__(self, parameters: Parameters, config: ModelConfig, chunk: int = 1024):
+    def __init__(
+        self,
+        parameters: Parameters,
+        config: ModelConfig,
+        chunk: int = 1024,
+        mesh: jax.sharding.Mesh | None = None,
+    ):
         if chunk % GRID:
             raise ValueError(f"The prefill chunk is {chunk}; it must be a multiple of {GRID} tokens.")
-        self.config, self.chunk = config, chunk
+        self.config, self.chunk, self.mesh = config, chunk, mesh
         self.dtype = parameters["embedding"].dtype
         self.stacked = parameters.stacked(config)
         # Flattened once: a module's traversal on every call costs more than a small model's step.
         self._leaves, self._structure = jax.tree.flatten(parameters.text_only())
 
+    def _on_mesh(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
     def new_cache(self, batch: int, capacity: int) -> Cache:
-        """An empty cache for `capacity` tokens per row."""
-        return init_cache(self.config, batch, capacity, self.dtype, self.stacked)
+        """An empty cache for at least `capacity` tokens per row."""
+        with self._on_mesh():
+            return init_cache(self.config, batch, capacity, self.dtype, self.stacked)
 
     def forward(
         self,
@@ -121,7 +133,8 @@ class Steps:
     ) -> tuple[Float[Array, "B *T V"], Cache | None]:
         """`moe28t_jax.forward`, compiled for these shapes; with image features it is another program."""
         inputs = Inputs(token_ids, lengths, image_features)
-        return _forward(self._leaves, self._structure, inputs, cache, self.config, logits)
+        with self._on_mesh():
+            return _forward(self._leaves, self._structure, inputs, cache, self.config, logits)
 
     def prefill(
         self,
@@ -166,15 +179,34 @@ class Steps:
         top_p: float,
     ) -> tuple[Int[Array, " B"], Float[Array, "B V"], Cache]:
         """Read one token per active row and draw the next: (next tokens, logits, cache)."""
-        return _decode(
-            self._leaves,
-            self._structure,
-            tokens_B,
-            jnp.asarray(active_B),
-            cache,
-            key,
-            # numpy scalars: making two device arrays first takes longer than a small layer.
-            np.float32(temperature),
-            np.float32(top_p),
-            config=self.config,
-        )
+        with self._on_mesh():
+            return _decode(
+                self._leaves,
+                self._structure,
+                tokens_B,
+                jnp.asarray(active_B),
+                cache,
+                key,
+                # numpy scalars: making two device arrays first takes longer than a small layer.
+                np.float32(temperature),
+                np.float32(top_p),
+                config=self.config,
+            )
+
+    # For compiling ahead of time: parameters, caches and arguments may be `jax.ShapeDtypeStruct`s.
+
+    def lower_forward(
+        self, token_ids: Any, lengths: Any, cache: Any, logits: str = "last"
+    ) -> jax.stages.Lowered:
+        """The program of `forward` without images, and of a `prefill` chunk, lowered and not run."""
+        inputs = Inputs(token_ids, lengths, None)
+        with self._on_mesh():
+            return _forward.lower(self._leaves, self._structure, inputs, cache, self.config, logits)
+
+    def lower_decode(
+        self, tokens_B: Any, active_B: Any, cache: Any, key: Any, temperature: Any, top_p: Any
+    ) -> jax.stages.Lowered:
+        """The program of `decode`, lowered and not run."""
+        arguments = (tokens_B, active_B, cache, key, temperature, top_p)
+        with self._on_mesh():
+            return _decode.lower(self._leaves, self._structure, *arguments, config=self.config)

@@ -11,17 +11,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.config.segments import segments
 from moe28t_jax.model.numerics import compute_dtype
+from moe28t_jax.parallel.rules import batch_layout
+from moe28t_jax.parallel.sharding import cache_shardings
+
+_TPU_LANES = 128
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KDACache:
-    """`state_BHKV` float32 (float64); `window_BWC`: the last conv_size - 1 inputs of the q|k|v convolution."""
+    """`state_BHKV` float32 (float64); `window_BWC`: the last conv_size - 1 inputs of the q|k|v convolution, whose
+    channels C are [3, H, K] in `init_cache` (so that heads can lie on several devices) and may be given flat."""
 
     state_BHKV: Any
     window_BWC: Any
@@ -30,7 +36,8 @@ class KDACache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LatentCache:
-    """`latent_BSC`: normalised latent and shared key part per token; `index_key_BSD` None in dense layers."""
+    """`latent_BSC`: normalised latent and shared key part per token, and zeros up to the channels of the buffer;
+    `index_key_BSD` None in dense layers."""
 
     latent_BSC: Any
     index_key_BSD: Any
@@ -56,7 +63,12 @@ class Cache:
 
 
 def init_cache(
-    config: ModelConfig, batch: int, max_context: int, dtype: Any = jnp.float32, stacked: bool = False
+    config: ModelConfig,
+    batch: int,
+    max_context: int,
+    dtype: Any = jnp.float32,
+    stacked: bool = False,
+    channel_multiple: int | None = None,
 ) -> Cache:
     """An empty cache for `batch` rows of up to `max_context` tokens, every entry explicitly zero.
 
@@ -64,6 +76,10 @@ def init_cache(
         The default is exact for every activation dtype up to float32; a model in bfloat16 loses nothing by
         bfloat16 and needs half the memory (the engine takes the model's dtype).
     stacked: must equal the layout of the parameters it is used with (`Parameters.stacked(config)`).
+    channel_multiple: the channels of latents are rounded up to it. None: 128 on TPU, whose memory holds rows of whole
+        lanes anyway and would otherwise keep a row's channels apart; 1 elsewhere.
+
+    Where a mesh is set, each device makes its part, and a capacity that its devices do not divide is rounded up.
     """
     if max_context < 1 or max_context > config.max_context:
         raise ValueError(
@@ -74,13 +90,15 @@ def init_cache(
     if batch < 1:
         raise ValueError(f"batch is {batch}; a cache needs at least one row.")
 
+    multiple = channel_multiple or (_TPU_LANES if jax.default_backend() == "tpu" else 1)
+
     def layer_cache(layer: int, leading: tuple[int, ...]) -> KDACache | LatentCache:
         if config.attention_kinds[layer] == "kda":
             kda = config.kda
             assert kda is not None
             return KDACache(
                 jnp.zeros((*leading, batch, kda.num_heads, kda.head_dim, kda.head_dim), compute_dtype(dtype)),
-                jnp.zeros((*leading, batch, kda.conv_size - 1, 3 * kda.size), dtype),
+                jnp.zeros((*leading, batch, kda.conv_size - 1, 3, kda.num_heads, kda.head_dim), dtype),
             )
         mla = config.mla
         assert mla is not None
@@ -88,18 +106,27 @@ def init_cache(
         if config.attention_kinds[layer] == "dsa":
             assert config.dsa is not None
             keys = jnp.zeros((*leading, batch, max_context, config.dsa.head_dim), dtype)
-        return LatentCache(jnp.zeros((*leading, batch, max_context, mla.latent_dim), dtype), keys)
+        channels = -(-mla.latent_dim // multiple) * multiple
+        return LatentCache(jnp.zeros((*leading, batch, max_context, channels), dtype), keys)
 
-    return Cache(
-        jnp.zeros((batch,), jnp.int32),
-        [
+    def make() -> Cache:
+        return Cache(
+            jnp.zeros((batch,), jnp.int32),
             [
-                layer_cache(segment.first + position, (segment.repeats,) if segment.repeats > 1 else ())
-                for position in range(segment.period)
-            ]
-            for segment in segments(config, stacked)
-        ],
-    )
+                [
+                    layer_cache(segment.first + position, (segment.repeats,) if segment.repeats > 1 else ())
+                    for position in range(segment.period)
+                ]
+                for segment in segments(config, stacked)
+            ],
+        )
+
+    where = batch_layout(batch)
+    if where is None:
+        return make()
+    pieces = where.size(where.tokens)
+    max_context = -(-max_context // pieces) * pieces
+    return jax.jit(make, out_shardings=cache_shardings(jax.eval_shape(make), where.mesh))()
 
 
 # Buffers of repeated layers are stacked; `repeat` is then the (traced) index into the leading axis. Reading and
@@ -126,12 +153,36 @@ def append(
     starts_B: Int[Array, " B"],
     lengths_B: Int[Array, " B"],
 ) -> Float[Array, "..."]:
-    """The buffer with the first `lengths_B` of the new rows written behind `starts_B`; others are dropped."""
+    """The buffer with the first `lengths_B` of the new rows written behind `starts_B`; others are dropped.
+
+    On a mesh each device writes what falls among the positions that it holds."""
+    where = batch_layout(rows_BTC.shape[0])
+    if where is None:
+        return _append(buffer, repeat, rows_BTC, starts_B, lengths_B)
+    tokens = where.token_axes(buffer.shape[-2])
+
+    def local(buffer, repeat, rows_BTC, starts_B, lengths_B):
+        if tokens:
+            starts_B = starts_B - (jax.lax.axis_index(tokens) * buffer.shape[-2]).astype(starts_B.dtype)
+        return _append(buffer, repeat, rows_BTC, starts_B, lengths_B)
+
+    leading = () if repeat is None else (None,)
+    held = P(*leading, where.rows, tokens, None)
+    return jax.shard_map(
+        local,
+        in_specs=(held, P(), P(where.rows, None, None), P(where.rows), P(where.rows)),
+        out_specs=held,
+        check_vma=False,
+    )(buffer, repeat, rows_BTC, starts_B, lengths_B)
+
+
+def _append(buffer, repeat, rows_BTC, starts_B, lengths_B):
     batch, count = rows_BTC.shape[:2]
     capacity = buffer.shape[-2]
     offsets_BT = jnp.arange(count, dtype=jnp.int32)[None, :]
-    valid_BT = offsets_BT < lengths_B[:, None]
+    # A place before the first is another device's; counted from the end it would be one of ours.
+    valid_BT = (offsets_BT < lengths_B[:, None]) & (starts_B[:, None] + offsets_BT >= 0)
     positions_BT = jnp.where(valid_BT, starts_B[:, None] + offsets_BT, capacity)
     rows_B1 = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    where = (rows_B1, positions_BT) if repeat is None else (repeat, rows_B1, positions_BT)
-    return buffer.at[where].set(rows_BTC.astype(buffer.dtype), mode="drop")
+    places = (rows_B1, positions_BT) if repeat is None else (repeat, rows_B1, positions_BT)
+    return buffer.at[places].set(rows_BTC.astype(buffer.dtype), mode="drop")

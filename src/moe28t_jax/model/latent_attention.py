@@ -36,6 +36,24 @@ def latent_attention(
     Rows of `latent_BSC` are (c | k_rope), C = L + R. A position of -1 sees nothing and gives 0. Rows beyond
     every position are never read into the result, whatever they hold. `expand` forces one of the two forms.
     """
+    return attend_to_latents(
+        q_nope_BTHN, q_rope_BTHR, latent_BSC, up_k_LHN, up_v_LHV, positions_BT, scale, expand
+    )[0]
+
+
+def attend_to_latents(
+    q_nope_BTHN: Float[Array, "B T H N"],
+    q_rope_BTHR: Float[Array, "B T H R"],
+    latent_BSC: Float[Array, "B S C"],
+    up_k_LHN: Float[Array, "L H N"],
+    up_v_LHV: Float[Array, "L H V"],
+    positions_BT: Int[Array, "B T"],
+    scale: float,
+    expand: bool | None = None,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B T H"]]:
+    """`latent_attention` and the natural-log sum of exponentials of the scaled scores, float32 (float64), -inf where a
+    query sees nothing: what merges the parts of a cache that lies on several devices.
+    """
     _, queries, heads, _ = q_nope_BTHN.shape
     rank = up_k_LHN.shape[0]
     dtype = compute_dtype(q_nope_BTHN.dtype)
@@ -106,8 +124,13 @@ def latent_attention(
 
         starts = jnp.arange(0, keys, tile, dtype=jnp.int32)
         carry, _ = jax.lax.scan(jax.checkpoint(body), carry, starts)
-    _, total_BHT, sum_BHTV = carry
-    o_BHTV = sum_BHTV / jnp.where(total_BHT > 0, total_BHT, 1.0)[..., None]
-    if not expand:
-        return exact("BHTL,LHV->BTHV", o_BHTV.astype(q_nope_BTHN.dtype), up_v_LHV).astype(q_nope_BTHN.dtype)
-    return o_BHTV.transpose(0, 2, 1, 3).astype(q_nope_BTHN.dtype)
+    highest_BHT, total_BHT, sum_BHTV = carry
+    some_BHT = total_BHT > 0
+    safe_BHT = jnp.where(some_BHT, total_BHT, 1.0)
+    logsumexp_BHT = jnp.where(some_BHT, jnp.where(some_BHT, highest_BHT, 0.0) + jnp.log(safe_BHT), -jnp.inf)
+    logsumexp_BTH = logsumexp_BHT.transpose(0, 2, 1)
+    o_BHTV = sum_BHTV / safe_BHT[..., None]
+    if expand:
+        return o_BHTV.transpose(0, 2, 1, 3).astype(q_nope_BTHN.dtype), logsumexp_BTH
+    o_BTHV = exact("BHTL,LHV->BTHV", o_BHTV.astype(q_nope_BTHN.dtype), up_v_LHV)
+    return o_BTHV.astype(q_nope_BTHN.dtype), logsumexp_BTH

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -9,10 +11,13 @@ from jaxtyping import Array, Float, Int
 from moe28t_jax.config import DSAConfig, MLAConfig, ModelConfig
 from moe28t_jax.model.cache import LatentCache, append, read
 from moe28t_jax.model.indexer_loss import indexer_loss
-from moe28t_jax.model.latent_attention import latent_attention
+from moe28t_jax.model.latent_attention import attend_to_latents
 from moe28t_jax.model.numerics import compute_dtype, layer_norm, linear, rms_norm
 from moe28t_jax.model.parameters import Group
-from pallas_kernels import index_select, sparse_attention
+from moe28t_jax.parallel import attention
+from moe28t_jax.parallel.mesh import same_on_all_stages
+from moe28t_jax.parallel.rules import constrain
+from pallas_kernels import index_select
 
 
 def index_queries(
@@ -78,16 +83,22 @@ def mla_attention(
             # The main loss never reaches the indexer's inputs: top-k has no gradient, its own loss is separate.
             key_rows_BTD = index_keys(indexer, jax.lax.stop_gradient(x_BTD), dsa)
     with jax.named_scope("latent_cache"):
+        stack: LatentCache | None = None
         if cache is None:
             latent_BSC, key_BSD, new_cache = rows_BTC, key_rows_BTD, None
         else:
-            latent = append(cache.latent_BSC, repeat, rows_BTC, starts_B, lengths_B)
+            padding = cache.latent_BSC.shape[-1] - mla.latent_dim
+            padded_BTC = jnp.pad(rows_BTC, ((0, 0), (0, 0), (0, padding))) if padding else rows_BTC
+            latent = append(cache.latent_BSC, repeat, padded_BTC, starts_B, lengths_B)
             keys = cache.index_key_BSD
             if key_rows_BTD is not None:
                 keys = append(keys, repeat, key_rows_BTD, starts_B, lengths_B)
             new_cache = LatentCache(latent, keys)
-            latent_BSC = read(latent, repeat).astype(x_BTD.dtype)
+            latent_BSC = read(latent, repeat)[..., : mla.latent_dim].astype(x_BTD.dtype)
             key_BSD = None if keys is None else read(keys, repeat).astype(x_BTD.dtype)
+            if repeat is not None and latent.dtype == x_BTD.dtype and attention.has_pages(latent):
+                # The kernels find one layer's rows in the stack; what is read above is then not computed.
+                stack = new_cache
 
     offsets_BT = jnp.arange(count, dtype=jnp.int32)[None, :]
     positions_BT = jnp.where(offsets_BT < lengths_B[:, None], starts_B[:, None] + offsets_BT, -1)
@@ -106,13 +117,14 @@ def mla_attention(
             )
 
         def best(q_BTHD: Array, weights_BTH: Array) -> Array:
-            return index_select.select(
+            return attention.select(
                 jax.lax.stop_gradient(q_BTHD),
-                jax.lax.stop_gradient(key_BSD),
+                jax.lax.stop_gradient(key_BSD if stack is None else stack.index_key_BSD),
                 jax.lax.stop_gradient(weights_BTH),
                 positions_BT,
                 top_k,
-                use_relu=dsa.use_relu,
+                dsa.use_relu,
+                None if stack is None else repeat,
             )
 
         def every_visible() -> Array:
@@ -125,9 +137,8 @@ def mla_attention(
                 indices_BTN = best(q_index_BTHD, weights_BTH)
             else:
                 # Where no query sees more keys than it may read, none is scored.
-                indices_BTN = jax.lax.cond(
-                    jnp.max(positions_BT) < top_k, every_visible, lambda: best(*queries())
-                )
+                is_long = same_on_all_stages(jnp.max(positions_BT) >= top_k)
+                indices_BTN = jax.lax.cond(is_long, lambda: best(*queries()), every_visible)
         if "index_scores" in collect:
             assert q_index_BTHD is not None and weights_BTH is not None
             auxiliary["index_scores"] = index_select.scores(
@@ -151,8 +162,13 @@ def mla_attention(
     if sparse:
         assert indices_BTN is not None
         with jax.named_scope("sparse_attention"):
-            read_BTHL, _ = sparse_attention.sparse_attention(
-                q_latent_BTHC, latent_BSC, indices_BTN, mla.scale, mla.kv_lora_rank
+            read_BTHL = attention.sparse_attention(
+                q_latent_BTHC,
+                latent_BSC if stack is None else stack.latent_BSC,
+                indices_BTN,
+                mla.scale,
+                mla.kv_lora_rank,
+                None if stack is None else repeat,
             )
             o_BTHV = jnp.einsum(
                 "BTHL,LHV->BTHV",
@@ -163,8 +179,14 @@ def mla_attention(
             ).astype(x_BTD.dtype)
     else:
         with jax.named_scope("latent_attention"):
-            o_BTHV = latent_attention(
-                q_nope_BTHN, q_rope_BTHR, latent_BSC, up_k_LHN, up_v_LHV, positions_BT, mla.scale
+            o_BTHV = attention.dense_attention(
+                partial(attend_to_latents, scale=mla.scale),
+                q_nope_BTHN,
+                q_rope_BTHR,
+                latent_BSC,
+                up_k_LHN,
+                up_v_LHV,
+                positions_BT,
             )
     if "indexer_loss" in collect and indexer is not None:
         assert (
@@ -187,4 +209,5 @@ def mla_attention(
         if mla.output_gate:
             gate_BTC = linear(x_BTD, parameters["g_proj"]).astype(compute_dtype(x_BTD.dtype))
             o_BTC = (o_BTC.astype(gate_BTC.dtype) * jax.nn.sigmoid(gate_BTC)).astype(x_BTD.dtype)
-        return linear(o_BTC, parameters["o_proj"]), new_cache, auxiliary
+        out_BTD = constrain(linear(o_BTC, parameters["o_proj"]), "batch", "token", None)
+    return out_BTD, new_cache, auxiliary

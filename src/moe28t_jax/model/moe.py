@@ -9,6 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 from moe28t_jax.config import ModelConfig, MoEConfig
 from moe28t_jax.model.numerics import compute_dtype, linear, rms_norm
 from moe28t_jax.model.parameters import Group
+from moe28t_jax.parallel.experts import expert_parallel
+from moe28t_jax.parallel.mesh import current_mesh
 from pallas_kernels import mxfp4_matmul
 
 
@@ -16,17 +18,19 @@ def gated_mlp(
     parameters: Group, x: Float[Array, "*batch n"], config: ModelConfig
 ) -> Float[Array, "*batch n"]:
     """down( act(gate(x), up(x)) )."""
+    return linear(_gated(parameters, x, config), parameters["down_proj"])
+
+
+def _gated(parameters: Group, x: Float[Array, "*batch n"], config: ModelConfig) -> Float[Array, "*batch m"]:
     gate, up = linear(x, parameters["gate_proj"]), linear(x, parameters["up_proj"])
     if config.activation == "situ":
-        hidden = mxfp4_matmul.situ_glu(gate, up, config.situ_beta, config.situ_linear_beta)
-    else:
-        hidden = mxfp4_matmul.swiglu(gate, up)
-    return linear(hidden, parameters["down_proj"])
+        return mxfp4_matmul.situ_glu(gate, up, config.situ_beta, config.situ_linear_beta)
+    return mxfp4_matmul.swiglu(gate, up)
 
 
 def route(
-    parameters: Group, x_ND: Float[Array, "N D"], moe: MoEConfig
-) -> tuple[Int[Array, "N K"], Float[Array, "N K"], Float[Array, "N E"]]:
+    parameters: Group, x_ND: Float[Array, "*N D"], moe: MoEConfig
+) -> tuple[Int[Array, "*N K"], Float[Array, "*N K"], Float[Array, "*N E"]]:
     """Experts of each token, their combination weights and all unbiased scores, in float32.
 
     The correction bias takes part in the choice only; weights are the unbiased scores of the chosen experts,
@@ -75,6 +79,15 @@ def routed_experts(
         return jnp.sum(rows_NKL * weights_NK[:, :, None], axis=1).astype(x_NL.dtype)
 
 
+def expert_load(
+    chosen_NK: Int[Array, "*N K"], valid_BT: Bool[Array, "B T"], num_experts: int
+) -> Int[Array, " E"]:
+    """How many valid tokens chose each expert, over the whole batch."""
+    chosen_NK = chosen_NK.reshape(valid_BT.size, -1)
+    keys_NK = jnp.where(valid_BT.reshape(-1, 1), chosen_NK, num_experts)
+    return jnp.zeros((num_experts,), jnp.int32).at[keys_NK].add(1, mode="drop")
+
+
 def mixture_of_experts(
     parameters: Group,
     x_BTD: Float[Array, "B T D"],
@@ -85,17 +98,31 @@ def mixture_of_experts(
 ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
     """Routed experts in the latent, norm after their full weighted sum, projection back, plus shared experts.
 
-    `collect` may name `router` (chosen experts and all scores).
+    On a mesh tokens travel to the devices of their experts and back, and the first part of the shared experts is
+    computed while they do.
+    `collect` may name `router` (chosen experts and all scores) and `expert_load` (valid tokens of each expert).
     """
     moe = config.moe
     assert isinstance(moe, MoEConfig)
-    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+    mesh = current_mesh()
+    # One device multiplies a list of tokens; on a mesh rows and tokens are divided, and merging them would move both.
+    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1]) if mesh is None else x_BTD
     with jax.named_scope("moe_router"):
         chosen_NK, weights_NK, scores_NE = route(parameters, x_ND, moe)
     latent_NL = linear(x_ND, parameters["latent_down"]) if moe.latent_size is not None else x_ND
-    y_NL = routed_experts(
-        parameters.experts, latent_NL, chosen_NK, weights_NK, valid_BT.reshape(-1), config, repeat
-    )
+    hidden_NF = None
+    if mesh is None:
+        y_NL = routed_experts(
+            parameters.experts, latent_NL, chosen_NK, weights_NK, valid_BT.reshape(-1), config, repeat
+        )
+    else:
+        experts = {name: parameters.experts[name] for name in ("gate", "up", "down")}
+        if moe.num_shared_experts:
+            with jax.named_scope("moe_shared"):
+                hidden_NF = _gated(parameters.shared, x_ND, config)
+        y_NL, hidden_NF = expert_parallel(
+            latent_NL, chosen_NK, weights_NK, valid_BT, experts, config, repeat, meanwhile_BTF=hidden_NF
+        )
     with jax.named_scope("moe_output"):
         if moe.latent_size is not None:
             if moe.latent_norm:
@@ -103,9 +130,13 @@ def mixture_of_experts(
             y_NL = linear(y_NL, parameters["latent_up"])
     if moe.num_shared_experts:
         with jax.named_scope("moe_shared"):
-            y_NL = y_NL + gated_mlp(parameters.shared, x_ND, config)
+            if hidden_NF is None:
+                hidden_NF = _gated(parameters.shared, x_ND, config)
+            y_NL = y_NL + linear(hidden_NF, parameters.shared["down_proj"])
     auxiliary = {}
     if "router" in collect:
         auxiliary["router_experts"] = chosen_NK.reshape(*x_BTD.shape[:2], -1)
         auxiliary["router_scores"] = scores_NE.reshape(*x_BTD.shape[:2], -1)
+    if "expert_load" in collect:
+        auxiliary["expert_load"] = expert_load(chosen_NK, valid_BT, moe.num_experts)
     return y_NL.reshape(x_BTD.shape), auxiliary

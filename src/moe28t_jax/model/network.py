@@ -11,15 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from moe28t_jax.config import ModelConfig, Segment, segments
-from moe28t_jax.model.cache import Cache, KDACache, LatentCache, init_cache
+from moe28t_jax.config import ModelConfig, segments
+from moe28t_jax.model.cache import Cache, init_cache
 from moe28t_jax.model.checks import check_inputs
-from moe28t_jax.model.kda import gates, kda_attention
-from moe28t_jax.model.mla import mla_attention
-from moe28t_jax.model.moe import gated_mlp, mixture_of_experts
+from moe28t_jax.model.depth import scan_segment
+from moe28t_jax.model.layer import Step, Stream, mixed, run_layer
 from moe28t_jax.model.numerics import compute_dtype, rms_norm
-from moe28t_jax.model.parameters import Group, Parameters
-from moe28t_jax.model.residual import mix, mixing_weights
+from moe28t_jax.model.parameters import Parameters
+from moe28t_jax.model.pipeline import pipeline_segment
+from moe28t_jax.parallel.mesh import current_mesh
+from moe28t_jax.parallel.rules import constrain
+from moe28t_jax.parallel.sharding import cache_shardings
+from moe28t_jax.parallel.vocabulary import embed
 
 
 @jax.tree_util.register_dataclass
@@ -45,208 +48,10 @@ class Result(NamedTuple):
     auxiliary: list[dict[str, jax.Array]]
 
 
-class Stream(NamedTuple):
-    """What flows through depth: the running sum and the snapshots of earlier blocks.
-
-    Inline layers hold snapshots as a tuple and `count` None; a scan holds a fixed buffer [J, B, T, D] and a
-    traced count.
-    """
-
-    partial_BTD: jax.Array
-    snapshots: Any
-    count: jax.Array | None
-
-
-class Step(NamedTuple):
-    """What all layers of one call share."""
-
-    starts_B: jax.Array
-    lengths_B: jax.Array
-    valid_BT: jax.Array
-    config: ModelConfig
-    collect: frozenset[str]
-
-
-def _mixed(stream: Stream, parameters: Group | None, config: ModelConfig) -> Float[Array, "B T D"]:
-    if parameters is None:
-        return stream.partial_BTD
-    snapshots = stream.snapshots
-    candidates = [*(snapshots[j] for j in range(len(snapshots))), stream.partial_BTD]
-    return mix(candidates, parameters["norm"], parameters["query"], config.rms_norm_eps, stream.count)
-
-
-def _mixing_weights(stream: Stream, parameters: Group, config: ModelConfig) -> Float[Array, "B T J"]:
-    """Weights of `_mixed`, on a fixed axis: one per snapshot the network can hold, the running sum last."""
-    snapshots = [stream.snapshots[j] for j in range(len(stream.snapshots))]
-    weights_BTJ = mixing_weights(
-        [*snapshots, stream.partial_BTD],
-        parameters["norm"],
-        parameters["query"],
-        config.rms_norm_eps,
-        stream.count,
-    )
-    absent = jnp.zeros((*weights_BTJ.shape[:2], config.num_snapshots - len(snapshots)), weights_BTJ.dtype)
-    return jnp.concatenate([weights_BTJ[..., :-1], absent, weights_BTJ[..., -1:]], axis=-1)
-
-
-def _attention(
-    parameters: Group, x_BTD: jax.Array, cache: Any, layer: int, repeat: jax.Array | None, step: Step
-) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-    config = step.config
-    if config.attention_kinds[layer] != "kda":
-        indexer = parameters.indexer if config.attention_kinds[layer] == "dsa" else None
-        return mla_attention(
-            parameters.attention,
-            indexer,
-            x_BTD,
-            cache,
-            step.starts_B,
-            step.lengths_B,
-            config,
-            repeat,
-            step.collect,
-        )
-    fresh = cache is None
-    if fresh:
-        kda = config.kda
-        assert kda is not None
-        batch, dtype = x_BTD.shape[0], x_BTD.dtype
-        cache = KDACache(
-            jnp.zeros((batch, kda.num_heads, kda.head_dim, kda.head_dim), compute_dtype(dtype)),
-            jnp.zeros((batch, kda.conv_size - 1, 3 * kda.size), dtype),
-        )
-    cache_repeat = None if fresh else repeat
-    out_BTD, cache = kda_attention(parameters.attention, x_BTD, cache, step.lengths_B, config, cache_repeat)
-    auxiliary = {}
-    if "delta_gates" in step.collect:
-        auxiliary["log_decay"], auxiliary["beta"] = gates(parameters.attention, x_BTD, config)
-    return out_BTD, None if fresh else cache, auxiliary
-
-
-def _layer(
-    parameters: Group,
-    stream: Stream,
-    cache: KDACache | LatentCache | None,
-    layer: int,
-    repeat: jax.Array | None,
-    starts_block: bool | jax.Array,
-    step: Step,
-) -> tuple[Stream, Any, dict[str, jax.Array]]:
-    """One layer. `layer` is its number, or that of its first repeat; `starts_block` may be traced in a scan."""
-    config = step.config
-    residual = config.residual_block_size is not None
-
-    h_BTD = _mixed(stream, parameters.attention_mix if residual else None, config)
-    x_BTD = rms_norm(h_BTD, parameters["attention_norm"], config.rms_norm_eps)
-    out_BTD, cache, auxiliary = _attention(parameters, x_BTD, cache, layer, repeat, step)
-    weights = []
-    if residual and "residual_weights" in step.collect:
-        weights.append(_mixing_weights(stream, parameters.attention_mix, config))
-
-    partial_BTD, snapshots, count = stream
-    if isinstance(starts_block, bool):
-        if starts_block:
-            if count is None:
-                snapshots = (*snapshots, partial_BTD)
-            else:
-                snapshots = jax.lax.dynamic_update_index_in_dim(snapshots, partial_BTD, count, 0)
-                count = count + 1
-            partial_BTD = out_BTD
-        else:
-            partial_BTD = partial_BTD + out_BTD
-    else:
-        assert count is not None
-        slot_BTD = jax.lax.dynamic_index_in_dim(snapshots, count, keepdims=False)
-        slot_BTD = jnp.where(starts_block, partial_BTD, slot_BTD)
-        snapshots = jax.lax.dynamic_update_index_in_dim(snapshots, slot_BTD, count, 0)
-        count = count + starts_block.astype(count.dtype)
-        partial_BTD = jnp.where(starts_block, out_BTD, partial_BTD + out_BTD)
-    stream = Stream(partial_BTD, snapshots, count)
-
-    h_BTD = _mixed(stream, parameters.mlp_mix if residual else None, config)
-    if weights:
-        weights.append(_mixing_weights(stream, parameters.mlp_mix, config))
-    x_BTD = rms_norm(h_BTD, parameters["mlp_norm"], config.rms_norm_eps)
-    if config.mlp_kinds[layer] == "dense":
-        with jax.named_scope("dense_mlp"):
-            out_BTD = gated_mlp(parameters.mlp, x_BTD, config)
-    else:
-        out_BTD, more = mixture_of_experts(parameters.mlp, x_BTD, step.valid_BT, config, repeat, step.collect)
-        auxiliary |= more
-    stream = stream._replace(partial_BTD=stream.partial_BTD + out_BTD)
-    if weights:
-        auxiliary["residual_weights"] = jnp.stack(weights, axis=2)
-    if "partial_sums" in step.collect:
-        auxiliary["partial_sums"] = stream.partial_BTD
-    return stream, cache, auxiliary
-
-
-def _is_stacked_only(path: tuple[Any, ...]) -> bool:
-    """Expert stacks are indexed by the kernel, never sliced."""
-    return any(getattr(key, "name", getattr(key, "key", None)) == "experts" for key in path)
-
-
-def _scan_segment(
-    segment: Segment, places: Any, stream: Stream, caches: list[Any] | None, step: Step
-) -> tuple[Stream, list[Any] | None, list[dict[str, jax.Array]]]:
-    """Run a repeated segment as one scanned body over its repeats."""
-    config = step.config
-    pushed = sum(config.starts_block(layer) for layer in range(segment.first))
-    if config.residual_block_size is not None:
-        shape = stream.partial_BTD.shape
-        buffer = jnp.zeros((config.num_snapshots, *shape), stream.partial_BTD.dtype)
-        for index, snapshot in enumerate(stream.snapshots):
-            buffer = buffer.at[index].set(snapshot)
-        stream = Stream(stream.partial_BTD, buffer, jnp.int32(pushed))
-
-    paths, structure = jax.tree_util.tree_flatten_with_path([list(places)])
-    whole = {index: leaf for index, (path, leaf) in enumerate(paths) if _is_stacked_only(path)}
-    sliced = [leaf for index, (_, leaf) in enumerate(paths) if index not in whole]
-    flags = [
-        [config.starts_block(segment.layer(repeat, position)) for repeat in range(segment.repeats)]
-        for position in range(segment.period)
-    ]
-
-    def body(carry, xs):
-        stream, caches = carry
-        repeat, leaves, starts = xs
-        leaves = iter(leaves)
-        merged = [whole[index] if index in whole else next(leaves) for index in range(len(paths))]
-        [groups] = jax.tree_util.tree_unflatten(structure, merged)
-        caches = None if caches is None else list(caches)
-        collected = []
-        for position, group in enumerate(groups):
-            starts_block = starts[position] if any(flags[position]) else False
-            cache = None if caches is None else caches[position]
-            stream, cache, auxiliary = _layer(
-                group, stream, cache, segment.first + position, repeat, starts_block, step
-            )
-            if caches is not None:
-                caches[position] = cache
-            collected.append(auxiliary)
-        return (stream, caches), collected
-
-    xs = (
-        jnp.arange(segment.repeats, dtype=jnp.int32),
-        sliced,
-        [jnp.asarray(flag, dtype=bool) for flag in flags],
-    )
-    (stream, caches), collected = jax.lax.scan(body, (stream, caches), xs)
-    if config.residual_block_size is not None:
-        pushed += sum(map(sum, flags))
-        stream = Stream(stream.partial_BTD, tuple(stream.snapshots[index] for index in range(pushed)), None)
-    auxiliary = [
-        jax.tree.map(lambda x, repeat=repeat: x[repeat], collected[position])
-        for repeat in range(segment.repeats)
-        for position in range(segment.period)
-    ]
-    return stream, caches, auxiliary
-
-
 def _embed(
     parameters: Parameters, inputs: Inputs, valid_BT: Bool[Array, "B T"], config: ModelConfig
 ) -> Float[Array, "B T D"]:
-    x_BTD = parameters["embedding"][inputs.token_ids]
+    x_BTD = embed(parameters["embedding"], inputs.token_ids)
     if inputs.image_features is None:
         return x_BTD
     features_ND = jnp.asarray(inputs.image_features)
@@ -292,6 +97,8 @@ def run(
 
     with jax.named_scope("embedding"):
         stream = Stream(_embed(parameters, inputs, valid_BT, config), (), None)
+    mesh = current_mesh()
+    stages = 1 if mesh is None else mesh.shape["stage"]
     new_segments: list[list[Any]] = []
     auxiliary: list[dict[str, jax.Array]] = []
     for index, segment in enumerate(segments(config, parameters.stacked(config))):
@@ -299,14 +106,15 @@ def run(
         caches = None if cache is None else cache.segments[index]
         if segment.repeats > 1:
             with jax.named_scope(f"layers_{segment.first}_to_{segment.first + segment.num_layers - 1}"):
-                stream, caches, collected = _scan_segment(segment, places, stream, caches, step)
+                run_segment = pipeline_segment if stages > 1 else scan_segment
+                stream, caches, collected = run_segment(segment, places, stream, caches, step)
             auxiliary += collected
         else:
             caches = None if caches is None else list(caches)
             for position in range(segment.period):
                 layer = segment.first + position
                 with jax.named_scope(f"layer_{layer}"):
-                    stream, layer_cache, collected = _layer(
+                    stream, layer_cache, collected = run_layer(
                         places[position],
                         stream,
                         None if caches is None else caches[position],
@@ -323,28 +131,38 @@ def run(
     with jax.named_scope("final_norm"):
         output_mix = parameters.output_mix if config.residual_block_size is not None else None
         hidden_BTD = rms_norm(
-            _mixed(stream, output_mix, config), parameters["final_norm"], config.rms_norm_eps
+            mixed(stream, output_mix, config), parameters["final_norm"], config.rms_norm_eps
         )
     new_cache = None if cache is None else Cache(cache.lengths_B + step.lengths_B, new_segments)
+    if new_cache is not None and mesh is not None:
+        new_cache = jax.lax.with_sharding_constraint(new_cache, cache_shardings(new_cache, mesh))
     return Result(hidden_BTD, new_cache, auxiliary)
 
 
 def project_logits(parameters: Parameters, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
     """Output head: float32 (float64) logits, not rounded to the activation dtype."""
     with jax.named_scope("head"):
-        return jax.lax.dot_general(
+        logits = jax.lax.dot_general(
             hidden,
             parameters["head"].astype(hidden.dtype),
             (((hidden.ndim - 1,), (0,)), ((), ())),
             precision=jax.lax.Precision.HIGHEST,
             preferred_element_type=compute_dtype(hidden.dtype),
         )
+        if hidden.ndim in (2, 3):
+            logits = constrain(logits, "batch", *("token",) * (hidden.ndim - 2), "vocab")
+        return logits
 
 
 def last_hidden(hidden_BTD: Float[Array, "B T D"], lengths_B: Int[Array, " B"]) -> Float[Array, "B D"]:
     """Each row's state at its last real token (at token 0 for a row without any)."""
     index_B11 = jnp.maximum(lengths_B - 1, 0)[:, None, None]
-    return jnp.take_along_axis(hidden_BTD, index_B11, axis=1)[:, 0]
+    if current_mesh() is None:
+        return jnp.take_along_axis(hidden_BTD, index_B11, axis=1)[:, 0]
+    # A sum of which one term is not zero: tokens that lie on other devices stay there.
+    is_last_BT1 = jnp.arange(hidden_BTD.shape[1], dtype=jnp.int32)[None, :, None] == index_B11
+    last_BD = jnp.sum(jnp.where(is_last_BT1, hidden_BTD, jnp.zeros((), hidden_BTD.dtype)), axis=1)
+    return constrain(last_BD, "batch", None)
 
 
 def forward(

@@ -1,0 +1,167 @@
+"""How a program of several processes was started, read from the environment. Needs no JAX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PORT = 8476
+"""Where the first process listens unless the launcher says otherwise; the watch takes the port after it."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """launcher: `alone`, `moe28t` (its own variables), `torchrun`, `mpi`, `slurm` or `tpu`. coordinator: `host:port` of
+    the first process. process: number of this one of `processes`. local_process: its number on this host, where the
+    launcher started several on one (each then takes one GPU); otherwise None.
+    """
+
+    launcher: str = "alone"
+    coordinator: str = ""
+    processes: int = 1
+    process: int = 0
+    local_process: int | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that prints and writes what all have in common."""
+        return self.process == 0
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the coordinator."""
+        host, _, port = self.coordinator.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+def detect_launch(environment: Mapping[str, str]) -> Launch:
+    """Understand the variables of the launchers, in this order: one's own (`MOE28T_COORDINATOR`, `MOE28T_PROCESSES`,
+    `MOE28T_PROCESS`), torchrun, MPI (Open MPI, and launchers with PMI), Slurm steps, TPU pods.
+
+    `MOE28T_COORDINATOR` (`host:port`) also replaces the coordinator of any other launcher. One process is `alone`,
+    whatever started it.
+
+    Raises ValueError for numbers that do not fit together, and where a launcher does not tell the first host.
+    """
+    for detect in (_own, _torchrun, _mpi, _slurm, _tpu):
+        launch = detect(environment)
+        if launch is not None:
+            return _checked(launch) if launch.processes > 1 else Launch()
+    return Launch()
+
+
+def _checked(launch: Launch) -> Launch:
+    if not 0 <= launch.process < launch.processes:
+        raise ValueError(
+            f"{launch.launcher} says that this is process {launch.process} of {launch.processes}; processes are "
+            f"counted from 0 to {launch.processes - 1}."
+        )
+    if not re.fullmatch(r".+:\d{1,5}", launch.coordinator):
+        raise ValueError(
+            f"The coordinator of the {launch.processes} processes is {launch.coordinator!r} ({launch.launcher}); set "
+            f"MOE28T_COORDINATOR to host:port of the first process, for example 10.0.0.1:{PORT}."
+        )
+    return launch
+
+
+def _own(environment: Mapping[str, str]) -> Launch | None:
+    count = _number(environment, "MOE28T_PROCESSES")
+    if count is None:
+        return None
+    process = _number(environment, "MOE28T_PROCESS")
+    if process is None:
+        raise ValueError(
+            f"MOE28T_PROCESSES is {count} but MOE28T_PROCESS, the number of this one, is not set; set it."
+        )
+    return Launch(
+        "moe28t",
+        environment.get("MOE28T_COORDINATOR", ""),
+        count,
+        process,
+        _number(environment, "MOE28T_LOCAL_PROCESS"),
+    )
+
+
+def _torchrun(environment: Mapping[str, str]) -> Launch | None:
+    count, process = _number(environment, "WORLD_SIZE"), _number(environment, "RANK")
+    if count is None or process is None or "MASTER_ADDR" not in environment:
+        return None
+    # The launcher itself may listen on its port.
+    port = (_number(environment, "MASTER_PORT") or PORT) + 1
+    local = (
+        _number(environment, "LOCAL_RANK") if (_number(environment, "LOCAL_WORLD_SIZE") or 1) > 1 else None
+    )
+    return Launch(
+        "torchrun", _coordinator(environment, environment["MASTER_ADDR"], port), count, process, local
+    )
+
+
+def _mpi(environment: Mapping[str, str]) -> Launch | None:
+    for size, rank, local_size, local_rank in (
+        (
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+        ),
+        ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
+    ):
+        count, process = _number(environment, size), _number(environment, rank)
+        if count is None or process is None:
+            continue
+        together = _number(environment, local_size) or 1
+        local = _number(environment, local_rank) if together > 1 else None
+        host = environment.get("MASTER_ADDR", "")
+        if not host and together == count:
+            host = "127.0.0.1"
+        port = _number(environment, "MASTER_PORT") or PORT
+        return Launch("mpi", _coordinator(environment, host, port), count, process, local)
+    return None
+
+
+def _slurm(environment: Mapping[str, str]) -> Launch | None:
+    nodes = environment.get("SLURM_STEP_NODELIST")
+    count = _number(environment, "SLURM_STEP_NUM_TASKS") or _number(environment, "SLURM_NTASKS")
+    process = _number(environment, "SLURM_PROCID")
+    if nodes is None or count is None or process is None:
+        return None
+    hosts = _number(environment, "SLURM_STEP_NUM_NODES") or 1
+    local = _number(environment, "SLURM_LOCALID") if count > hosts else None
+    # Two jobs that share a host must not meet.
+    port = PORT + 2 * ((_number(environment, "SLURM_JOB_ID") or 0) % 1024)
+    return Launch("slurm", _coordinator(environment, first_host(nodes), port), count, process, local)
+
+
+def _tpu(environment: Mapping[str, str]) -> Launch | None:
+    hosts = [host for host in environment.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
+    process = _number(environment, "TPU_WORKER_ID")
+    if len(hosts) < 2 or process is None:
+        return None
+    slices = _number(environment, "MEGASCALE_NUM_SLICES") or 1
+    if slices == 1:
+        return Launch("tpu", _coordinator(environment, hosts[0], PORT), len(hosts), process)
+    # Every slice counts its hosts from 0; the coordinator of the slices is a host of the first one.
+    first = environment.get("MEGASCALE_COORDINATOR_ADDRESS", "").partition(":")[0]
+    process += len(hosts) * (_number(environment, "MEGASCALE_SLICE_ID") or 0)
+    return Launch("tpu", _coordinator(environment, first, PORT), len(hosts) * slices, process)
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: `node[007-9,12],other` gives `node007`."""
+    first = re.match(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)?", nodes)
+    assert first is not None
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
+
+
+def _coordinator(environment: Mapping[str, str], host: str, port: int) -> str:
+    return environment.get("MOE28T_COORDINATOR") or (f"{host}:{port}" if host else "")
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name)
+    if text is None or text == "":
+        return None
+    if not re.fullmatch(r"\d+", text):
+        raise ValueError(f"{name} is {text!r} in the environment; a launcher sets it to a number.")
+    return int(text)

@@ -1,0 +1,78 @@
+"""Start-up of a program of several processes: one command, the same on every host."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+
+from moe28t_jax.parallel.launch import Launch, detect_launch
+from moe28t_jax.parallel.watch import HostError, Watch
+
+TIMEOUT = 120.0
+"""Seconds to wait for all processes in the beginning, and for a sign of life of each afterwards."""
+
+_running: tuple[Launch, Watch | None] | None = None
+
+
+def initialize_distributed(
+    timeout: float | None = None, environment: Mapping[str, str] | None = None
+) -> Launch:
+    """Connect this process with the others of the program; call it before anything computes.
+
+    Who the others are is read from the variables of the launcher (`launch.detect_launch`); a process that was started
+    alone returns at once. Afterwards `jax.devices()` are those of all processes. On a CPU collectives go through gloo.
+
+    timeout: seconds, by default `MOE28T_TIMEOUT` of the environment or 120. If a process does not come within it, or
+    dies or falls silent for so long later, every other one ends with one sentence that names it: at start-up by
+    HostError, later, when the main thread may be inside a collective, by ending the process with status 1.
+
+    A second call returns what the first one found.
+    """
+    global _running
+    if _running is not None:
+        return _running[0]
+    environment = os.environ if environment is None else environment
+    launch = detect_launch(environment)
+    if launch.processes == 1:
+        _running = launch, None
+        return launch
+    if timeout is None:
+        timeout = float(environment.get("MOE28T_TIMEOUT", TIMEOUT))
+    host, port = launch.address
+    watch = Watch((host, port + 1), launch.processes, launch.process, timeout)
+
+    import jax
+
+    if (jax.config.jax_platforms or "").split(",")[0] == "cpu":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            launch.coordinator,
+            launch.processes,
+            launch.process,
+            local_device_ids=launch.local_process,
+            # The launcher is known; nothing else is asked.
+            cluster_detection_method="deactivate",
+            initialization_timeout=max(1, round(timeout)),
+            # The watch tells first, in words; JAX ends the process without.
+            heartbeat_timeout_seconds=max(10, round(3 * timeout)),
+            shutdown_timeout_seconds=max(1, round(timeout)),
+        )
+    except Exception as error:
+        watch.fail("it could not start JAX's coordination service.")
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise HostError(
+            f"Process {launch.process} of {launch.processes} ({launch.launcher}) could not connect to the coordinator "
+            f"{launch.coordinator} ({reason}); let that port through, or set MOE28T_COORDINATOR to another."
+        ) from error
+    # Registered later than the watch's own leave, so that it runs before it: all wait for one another here.
+    atexit.register(jax.distributed.shutdown)
+    _running = launch, watch
+    return launch
+
+
+def tell_failure(sentence: str) -> None:
+    """Tell the other processes that this one ends because of an error, so that none waits for it in a collective."""
+    if _running is not None and _running[1] is not None:
+        _running[1].fail(sentence)

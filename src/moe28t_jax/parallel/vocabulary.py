@@ -1,0 +1,66 @@
+"""The vocabulary divided over `tensor`: looking tokens up, and how likely given ones are."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from moe28t_jax.parallel.rules import batch_layout
+
+
+def embed(table_VD: Float[Array, "V D"], token_ids_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Rows of the table by token id. On a mesh each device looks up the ids that it holds and the rows are added, which
+    is exact because all but one are zero; the table is never gathered."""
+    where = batch_layout(token_ids_BT.shape[0])
+    if where is None:
+        return table_VD[token_ids_BT]
+    tokens = where.token_axes(token_ids_BT.shape[1])
+
+    def local(table_VD: Array, ids_BT: Array) -> Array:
+        held = table_VD.shape[0]
+        ids_BT = ids_BT - (jax.lax.axis_index("tensor") * held).astype(ids_BT.dtype)
+        mine_BT = (ids_BT >= 0) & (ids_BT < held)
+        rows_BTD = table_VD[jnp.clip(ids_BT, 0, held - 1)]
+        return jax.lax.psum(jnp.where(mine_BT[..., None], rows_BTD, jnp.zeros((), rows_BTD.dtype)), "tensor")
+
+    return jax.shard_map(
+        local,
+        in_specs=(P("tensor", None), P(where.rows, tokens)),
+        out_specs=P(where.rows, tokens, None),
+        check_vma=False,
+    )(table_VD, token_ids_BT)
+
+
+def log_probabilities(
+    logits_BTV: Float[Array, "B T V"], token_ids_BT: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """Natural logarithm of softmax(logits) at the given ids, in the dtype of the logits: minus the cross entropy. On a
+    mesh each device reads its part of the vocabulary; three numbers per token are exchanged. Differentiable."""
+    where = batch_layout(token_ids_BT.shape[0])
+    tokens = () if where is None else where.token_axes(token_ids_BT.shape[1])
+
+    def local(logits_BTV: Array, ids_BT: Array) -> Array:
+        held = logits_BTV.shape[-1]
+        highest_BT = jax.lax.stop_gradient(jnp.max(logits_BTV, axis=-1))
+        if where is not None:
+            highest_BT = jax.lax.pmax(highest_BT, "tensor")
+            ids_BT = ids_BT - (jax.lax.axis_index("tensor") * held).astype(ids_BT.dtype)
+        shifted_BTV = logits_BTV - highest_BT[..., None]
+        mine_BT = (ids_BT >= 0) & (ids_BT < held)
+        chosen_BT1 = jnp.take_along_axis(shifted_BTV, jnp.clip(ids_BT, 0, held - 1)[..., None], axis=-1)
+        chosen_BT = jnp.where(mine_BT, chosen_BT1[..., 0], jnp.zeros((), shifted_BTV.dtype))
+        total_BT = jnp.sum(jnp.exp(shifted_BTV), axis=-1)
+        if where is not None:
+            chosen_BT, total_BT = jax.lax.psum((chosen_BT, total_BT), "tensor")
+        return chosen_BT - jnp.log(total_BT)
+
+    if where is None:
+        return local(logits_BTV, token_ids_BT)
+    return jax.shard_map(
+        local,
+        in_specs=(P(where.rows, tokens, "tensor"), P(where.rows, tokens)),
+        out_specs=P(where.rows, tokens),
+        check_vma=False,
+    )(logits_BTV, token_ids_BT)

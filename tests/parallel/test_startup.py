@@ -1,0 +1,297 @@
+"""How processes find one another, and what they say when one of them is gone."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from moe28t_jax.parallel.launch import PORT, Launch, detect_launch, first_host
+from moe28t_jax.parallel.startup import initialize_distributed
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LAUNCHES = [
+    ({}, Launch()),
+    ({"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "a"}, Launch()),
+    (
+        {"MOE28T_PROCESSES": "4", "MOE28T_PROCESS": "2", "MOE28T_COORDINATOR": "10.0.0.1:99"},
+        Launch("moe28t", "10.0.0.1:99", 4, 2),
+    ),
+    (
+        {"WORLD_SIZE": "8", "RANK": "3", "MASTER_ADDR": "node0", "MASTER_PORT": "29500", "LOCAL_RANK": "3",
+         "LOCAL_WORLD_SIZE": "4"},
+        Launch("torchrun", "node0:29501", 8, 3, 3),
+    ),
+    (
+        {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "node0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        Launch("torchrun", f"node0:{PORT + 1}", 2, 1),
+    ),
+    (
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+         "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+        Launch("mpi", f"127.0.0.1:{PORT}", 2, 1, 1),
+    ),
+    (
+        {"PMI_SIZE": "4", "PMI_RANK": "2", "MASTER_ADDR": "head", "MASTER_PORT": "7"},
+        Launch("mpi", "head:7", 4, 2),
+    ),
+    (
+        {"SLURM_STEP_NODELIST": "gpu[007-009,12],x", "SLURM_NTASKS": "4", "SLURM_PROCID": "3",
+         "SLURM_STEP_NUM_NODES": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1025"},
+        Launch("slurm", f"gpu007:{PORT + 2}", 4, 3),
+    ),
+    (
+        {"SLURM_STEP_NODELIST": "one,two", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_STEP_NUM_NODES": "2",
+         "SLURM_LOCALID": "1", "SLURM_JOB_ID": "1024"},
+        Launch("slurm", f"one:{PORT}", 4, 3, 1),
+    ),
+    (
+        {"TPU_WORKER_HOSTNAMES": "t0,t1,t2,t3", "TPU_WORKER_ID": "2"},
+        Launch("tpu", f"t0:{PORT}", 4, 2),
+    ),
+    (
+        {"TPU_WORKER_HOSTNAMES": "u0,u1", "TPU_WORKER_ID": "1", "MEGASCALE_NUM_SLICES": "3", "MEGASCALE_SLICE_ID": "2",
+         "MEGASCALE_COORDINATOR_ADDRESS": "t0:8080"},
+        Launch("tpu", f"t0:{PORT}", 6, 5),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("environment", "launch"), LAUNCHES)
+def test_launchers(environment: dict[str, str], launch: Launch) -> None:
+    assert detect_launch(environment) == launch
+
+
+REFUSED = [
+    ({"MOE28T_PROCESSES": "2"}, "MOE28T_PROCESS, the number of this one"),
+    ({"MOE28T_PROCESSES": "2", "MOE28T_PROCESS": "1"}, "set MOE28T_COORDINATOR to host:port"),
+    ({"MOE28T_PROCESSES": "2", "MOE28T_PROCESS": "2", "MOE28T_COORDINATOR": "a:1"}, "process 2 of 2"),
+    ({"WORLD_SIZE": "two", "RANK": "0", "MASTER_ADDR": "a"}, "WORLD_SIZE is 'two'"),
+    ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "set MOE28T_COORDINATOR"),
+]
+
+
+@pytest.mark.parametrize(("environment", "words"), REFUSED)
+def test_variables_that_do_not_fit(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        detect_launch(environment)
+
+
+def test_node_lists() -> None:
+    assert [first_host(x) for x in ("a", "a,b", "n[1-3]", "n[01,7-9],m", "r1n[05-06]x")] == [
+        "a", "a", "n1", "n01", "r1n05x",
+    ]  # fmt: skip
+
+
+def test_a_process_alone_connects_to_nothing() -> None:
+    assert initialize_distributed(environment={}) == Launch()
+
+
+def free_port() -> int:
+    """A port whose successor is free too."""
+    while True:
+        with socket.socket() as one, socket.socket() as two:
+            one.bind(("", 0))
+            try:
+                two.bind(("", one.getsockname()[1] + 1))
+            except OSError:
+                continue
+            return one.getsockname()[1]
+
+
+WATCH = """
+import sys, time
+from moe28t_jax.parallel.watch import HostError, Watch
+process, processes, port, timeout = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+try:
+    watch = Watch(("127.0.0.1", port), processes, process, timeout)
+except HostError as error:
+    print(error)
+    sys.exit(3)
+print("together", flush=True)
+what = sys.stdin.readline().strip()
+if what == "raise":
+    raise KeyError("lost")
+"""
+
+COLLECTIVE = """
+import sys
+import jax
+from moe28t_jax.parallel.startup import initialize_distributed
+launch = initialize_distributed()
+import jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+count = len(jax.devices())
+mesh = jax.make_mesh((count,), ("x",), axis_types=(AxisType.Auto,))
+x = jax.make_array_from_callback((count, 64), NamedSharding(mesh, P("x")),
+    lambda i: np.random.default_rng(i[0].start).standard_normal((1, 64)).astype(np.float32))
+f = jax.jit(jax.shard_map(lambda x: jax.lax.psum(jnp.cos(x), "x"), mesh=mesh, in_specs=P("x"), out_specs=P()))
+print("RESULT", jax.process_count(), count, np.asarray(f(x).addressable_shards[0].data).tobytes().hex(), flush=True)
+while sys.argv[1:] == ["on"]:
+    jax.block_until_ready(f(x))
+"""
+
+
+@contextmanager
+def started(
+    script: str, processes: int, arguments: list[list[str]], environment: list[dict[str, str]] | None = None
+) -> Iterator[list[subprocess.Popen[str]]]:
+    common = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, *arguments[number]],
+            env=common | (environment[number] if environment else {}),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for number in range(processes)
+    ]  # fmt: skip
+    try:
+        yield running
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
+@contextmanager
+def watched(processes: int, timeout: float = 20.0) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that have met."""
+    port = free_port()
+    arguments = [[str(number), str(processes), str(port), str(timeout)] for number in range(processes)]
+    with started(WATCH, processes, arguments) as running:
+        for process in running:
+            assert process.stdout is not None and process.stdout.readline() == "together\n"
+        yield running
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What a process that ends by itself says on standard error; its standard input stays open."""
+    process.wait(timeout=60)
+    assert process.stderr is not None
+    return process.stderr.read()
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_killed_process_ends_the_others(killed: int) -> None:
+    with watched(3) as running:
+        running[killed].send_signal(signal.SIGKILL)
+        for number, process in enumerate(running):
+            if number != killed:
+                error = ended(process)
+                assert process.returncode == 1
+                name = f"Process {killed} ({socket.gethostname()})"
+                assert error == f"{name} is gone: it was killed or its host failed; this process ends too.\n"
+
+
+def test_a_silent_process_ends_the_others() -> None:
+    with watched(3, timeout=5.0) as running:
+        running[1].send_signal(signal.SIGSTOP)
+        for process in (running[0], running[2]):
+            error = ended(process)
+            assert process.returncode == 1
+            assert "Process 1 (" in error and "no sign of life for 5 s" in error
+
+
+def test_an_error_of_one_process_is_told_to_the_others() -> None:
+    with watched(3) as running:
+        _, error = running[1].communicate("raise\n", timeout=60)
+        assert running[1].returncode == 1 and "KeyError: 'lost'" in error
+        for process in (running[0], running[2]):
+            error = ended(process)
+            assert process.returncode == 1
+            assert "ended with an error: KeyError: 'lost'. This process ends too." in error
+
+
+def test_processes_that_are_done_leave_the_others_alone() -> None:
+    with watched(3, timeout=4.0) as running:
+        _, error = running[0].communicate("\n", timeout=60)
+        assert (running[0].returncode, error) == (0, "")
+        # Longer than the watch waits for a sign of life.
+        time.sleep(4.5)
+        for process in running[1:]:
+            assert process.poll() is None
+            _, error = process.communicate("\n", timeout=60)
+            assert (process.returncode, error) == (0, "")
+
+
+def test_a_process_that_does_not_come_is_named() -> None:
+    port = free_port()
+    arguments = [[str(number), "3", str(port), "3"] for number in (0, 1)]
+    with started(WATCH, 2, arguments) as (first, second):
+        output, _ = first.communicate(timeout=60)
+        assert first.returncode == 3
+        assert "Process 2 of 3 did not come within 3 s; here are 0 (" in output
+        output, _ = second.communicate(timeout=60)
+        assert second.returncode == 3 and "gave up" in output
+    with started(WATCH, 1, [["1", "2", str(port), "1"]]) as (alone,):
+        output, _ = alone.communicate(timeout=60)
+        assert alone.returncode == 3 and f"cannot reach process 0 at 127.0.0.1:{port} within 1 s" in output
+
+
+def result(process: subprocess.Popen[str]) -> list[str]:
+    """What `COLLECTIVE` found: processes, devices, bytes. Gloo writes lines of its own."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("RESULT"):
+            return line.split()[1:]
+    return []
+
+
+def launched(processes: int, launcher: str) -> list[dict[str, str]]:
+    port = free_port()
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1"
+    common = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "MOE28T_TIMEOUT": "60"}
+    if launcher == "torchrun":
+        return [
+            common
+            | {
+                "WORLD_SIZE": str(processes),
+                "RANK": str(number),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port - 1),
+            }
+            for number in range(processes)
+        ]
+    return [
+        common
+        | {
+            "MOE28T_PROCESSES": str(processes), "MOE28T_PROCESS": str(number),
+            "MOE28T_COORDINATOR": f"127.0.0.1:{port}",
+        }
+        for number in range(processes)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("processes", "launcher"), [(2, "torchrun"), pytest.param(4, "moe28t", marks=pytest.mark.slow)]
+)
+def test_results_are_the_same_on_every_host(processes: int, launcher: str) -> None:
+    with started(COLLECTIVE, processes, [[]] * processes, launched(processes, launcher)) as running:
+        words = [result(process) for process in running]
+        errors = [ended(process) for process in running]
+        assert [process.returncode for process in running] == [0] * processes, errors
+    assert all(line[:2] == [str(processes)] * 2 for line in words)
+    assert len({line[2] for line in words}) == 1 and len(words[0][2]) == 2 * 4 * 64
+
+
+@pytest.mark.parametrize(
+    ("processes", "killed"),
+    [(2, 1), pytest.param(2, 0, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
+)
+def test_a_host_that_dies_inside_a_collective(processes: int, killed: int) -> None:
+    with started(COLLECTIVE, processes, [["on"]] * processes, launched(processes, "moe28t")) as running:
+        for process in running:
+            assert result(process)[:1] == [str(processes)]
+        running[killed].send_signal(signal.SIGKILL)
+        for number, process in enumerate(running):
+            if number != killed:
+                error = ended(process)
+                assert process.returncode != 0
+                assert f"Process {killed} (" in error and "is gone" in error, error
