@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from jaxtyping import Array, Float
 from rich.progress import Progress
 
 from moe28t_jax.chat import PreparedImage, StreamParser, Tokenizer
-from moe28t_jax.config import PRESETS, ModelConfig
+from moe28t_jax.config import ModelConfig
 from moe28t_jax.conversation import (
     STUB_TOKENS,
     Generation,
@@ -30,9 +29,11 @@ from moe28t_jax.conversation import (
 from moe28t_jax.engine import Steps, check_generation, generate_ids
 from moe28t_jax.model.parameters import Parameters
 from moe28t_jax.model.vision import encode_prepared
-from moe28t_jax.weights import load_parameters
+from moe28t_jax.parallel.mesh import check_mesh
+from moe28t_jax.planning.licence import LicenceResult
+from moe28t_jax.sources import TOKENIZER_FILE, resolve
+from moe28t_jax.sources import shipped_folder as shipped_folder
 
-TOKENIZER_FILE = "tiktoken.model"
 TEXT_TOKENS = 256
 CONVERSATION_TOKENS = 4096
 """Default limits of new tokens; the context may end sooner."""
@@ -41,7 +42,8 @@ PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, An
 
 
 class Model:
-    """A loaded checkpoint: `config`, `parameters`, `tokenizer` (None where the folder has none), `mesh`."""
+    """A loaded checkpoint: `config`, `parameters`, `tokenizer` (None where the folder has none), `mesh`, `licence` (the
+    judgement of the licence file; None where the folder has none)."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class Model:
         max_context: int | None = None,
         mesh: jax.sharding.Mesh | None = None,
         name: str = "model",
+        licence: LicenceResult | None = None,
     ):
         if max_context is not None and not 1 <= max_context <= config.max_context:
             raise ValueError(
@@ -58,8 +61,8 @@ class Model:
             )
         self.config, self.parameters, self.tokenizer, self.mesh = config, parameters, tokenizer, mesh
         self.max_context = max_context or config.max_context
-        self.name = name
-        self.steps = Steps(parameters, config)
+        self.name, self.licence = name, licence
+        self.steps = Steps(parameters, config, mesh=mesh)
 
     def __repr__(self) -> str:
         dtype = self.parameters["embedding"].dtype
@@ -320,11 +323,6 @@ def _features_of(
     return features[np.pad(rows, (0, max(len(media) - rows.size, 0)))]
 
 
-def shipped_folder(name: str) -> Path:
-    """Folder of a checkpoint that comes with the package."""
-    return Path(str(resources.files("moe28t_jax"))) / name
-
-
 def load(
     source: str | Path,
     mesh: jax.sharding.Mesh | None = None,
@@ -333,48 +331,45 @@ def load(
     overrides: dict[str, Any] | None = None,
     progress: Progress | None = None,
     vision: bool = True,
+    accept_licence: str | None = None,
+    cache: str | Path | None = None,
 ) -> Model:
-    """Load a checkpoint folder in the public layout, or `nano`, the small trained model of this package.
+    """Load a checkpoint: a folder in the public layout or of `moe28t convert --to orbax`, an address in an object store
+    (s3://, gs://), or `nano`, the small trained model of this package.
 
+    On a mesh, and from an object store, each process reads only what its devices hold (`weights.stream_parameters`).
+
+    mesh: devices to lay the parameters over, from `moe28t_jax.parallel.make_mesh`; None for one device.
     dtype: of activations and dense weights (`bfloat16`, `float32`, `float64` with x64 enabled); packed experts
     stay packed, parameters that the layout keeps in float32 stay so.
     max_context: longest sequence that caches are made for; default the model's own limit.
     overrides: configuration fields by dotted name (see `ModelConfig.override`).
     progress: a `rich.progress.Progress` to report loading on.
     vision: load the image tower, if there is one; without it the model reads text only.
+    accept_licence: hash of a licence file beside the weights that you accept though it is none of the known ones
+    (`moe28t licence` prints it, and accepts it for good).
+    cache: folder that keeps what an object store sent, so that an interrupted load goes on; delete it afterwards.
 
-    Raises `moe28t_jax.CheckpointError` (a ValueError) when the folder is damaged or does not fit its
-    configuration, FileNotFoundError when there is none, ValueError for an unsupported configuration.
+    Raises `moe28t_jax.CheckpointError` (a ValueError) when the checkpoint is damaged or does not fit its configuration,
+    `planning.LicenceError` (a ValueError) when its licence is not known to allow loading and was not accepted,
+    FileNotFoundError when there is no checkpoint, ValueError for an unsupported configuration or a mesh that does not
+    divide it.
     """
     if mesh is not None:
-        raise NotImplementedError("Loading onto a mesh is not supported by this version; pass mesh=None.")
-    text = str(source)
-    if "://" in text:
-        raise NotImplementedError(
-            f"{text!r} is an object-store address; this version reads local folders only."
-        )
-    folder = shipped_folder("nano") if text == "nano" else Path(source).expanduser()
-    if text in PRESETS and text != "nano" and not folder.exists():
-        raise ValueError(
-            f"{text!r} is a preset without weights (only nano ships with the package); give the folder of a "
-            f"checkpoint, or look at it with ModelConfig.preset({text!r}) or `moe28t inspect {text}`."
-        )
-    if not folder.exists():
-        raise FileNotFoundError(
-            f"No such file or directory: {text!r}; give the path of a checkpoint, or 'nano' for the model that comes "
-            "with the package."
-        )
+        check_mesh(mesh)
+    found = resolve(source)
     try:
         dtype = np.dtype(jnp.dtype(dtype))
     except TypeError:
         raise ValueError(f"dtype is {dtype!r}; it must be bfloat16, float32 or float64.") from None
-    config = ModelConfig.from_hf(folder, overrides or {})
-    parameters, config = load_parameters(folder, config, dtype, progress=progress, vision=vision)
-    vocabulary = folder / TOKENIZER_FILE if folder.is_dir() else folder.parent / TOKENIZER_FILE
-    tokenizer = Tokenizer.from_file(vocabulary) if vocabulary.is_file() else None
+    licence = found.licence(accept_licence)
+    config = found.config(overrides or {})
+    stacked = mesh is not None and mesh.shape["stage"] > 1
+    parameters, config = found.parameters(config, dtype, mesh, stacked, vision, cache, progress)
+    tokenizer = found.tokenizer()
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
-            f"{vocabulary.name} has {tokenizer.vocab_size} ids and the model {config.vocab_size}; they belong to "
+            f"{TOKENIZER_FILE} has {tokenizer.vocab_size} ids and the model {config.vocab_size}; they belong to "
             "different checkpoints."
         )
-    return Model(config, parameters, tokenizer, max_context, mesh, folder.name)
+    return Model(config, parameters, tokenizer, max_context, mesh, found.name, licence)

@@ -11,8 +11,8 @@ import os
 import re
 import tempfile
 import unicodedata
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -198,13 +198,53 @@ def check_text(text: str, profile: UsageProfile | None = None, path: str = "") -
 
 def find_licences(folder: Path) -> tuple[Path, ...]:
     """Files of a folder that are licences by their name (LICENSE, LICENSE-MODEL.txt, LICENCE.kimi, COPYING), sorted."""
-    return tuple(sorted(file for file in folder.iterdir() if file.is_file() and _is_licence_name(file.name)))
+    return tuple(sorted(file for file in folder.iterdir() if file.is_file() and is_licence_name(file.name)))
 
 
-def _is_licence_name(name: str) -> bool:
+def is_licence_name(name: str) -> bool:
+    """Whether a file's name says that it is a licence."""
     match = re.fullmatch(r"(?:licen[cs]e|copying)((?:[-_][^.]*)?)((?:\.[^.]*)*)", name.casefold())
     # `license_plates.py` is a program, `LICENSE.kimi` a licence.
     return match is not None and (not match[1] or match[2] in ("", ".txt", ".md", ".rst"))
+
+
+def read_licences(folder: Path) -> dict[str, str]:
+    """The licence texts of a folder, by path. Raises ValueError for one that is no text."""
+    return {str(file): _read(file) for file in find_licences(folder)}
+
+
+def admit(
+    source: str, texts: Mapping[str, str], accepted: str | None = None, profile: UsageProfile | None = None
+) -> LicenceResult | None:
+    """What loading asks: the strictest judgement of the licences that lie beside weights, by path; None for none.
+
+    `accepted` is the hash of a text that the caller accepts for this one time. Weights without a licence file are
+    loaded: nobody has stated terms that could be overlooked, as with a folder that one has written oneself
+    (`require_licence`, for what serves others, refuses them). Raises LicenceError for a text that is unknown or altered
+    and not accepted, or needs an agreement; ValueError when `accepted` is the hash of none of the texts.
+    """
+    results = [check_text(text, profile, path) for path, text in texts.items()]
+    given = None if accepted is None else accepted.strip().lower()
+    if given is not None and given not in [result.sha256 for result in results]:
+        found = " or ".join(result.sha256 for result in results)
+        raise ValueError(
+            f"{accepted!r} is not the hash of a licence of {source!r}; "
+            + (
+                f"that is {found}."
+                if found
+                else "it holds no licence file, so that nothing need be accepted."
+            )
+        )
+    results = [replace(result, accepted=result.accepted or result.sha256 == given) for result in results]
+    for result in results:
+        if not result.allowed:
+            raise LicenceError(
+                f"The weights of {source!r} are under a licence that is not known to allow this use "
+                f"({result.name or 'unknown licence'}, {result.path}): {' '.join(result.reasons)} Read it; to load the "
+                f"weights, pass accept_licence={result.sha256!r} (on the command line --accept-licence "
+                f"{result.sha256})."
+            )
+    return max(results, key=lambda result: _STRICTNESS[result.status], default=None)
 
 
 def check_licence(source: str | Path, profile: UsageProfile | None = None) -> LicenceResult:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +18,7 @@ from moe28t_jax.weights.publish import (
     beside,
     check_target,
     clear,
-    is_weight_file,
+    copy_extras,
     publish,
     work_folder,
     write_file,
@@ -27,9 +26,6 @@ from moe28t_jax.weights.publish import (
 from moe28t_jax.weights.safetensors import SafetensorsFile, SafetensorsWriter, plan
 from moe28t_jax.weights.save import write_config, write_index
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor, quantize
-
-# Files that belong to other weight formats are not carried along.
-_OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".partial")
 
 Action = Literal["copy", "quantize", "dequantize"]
 Entries = dict[str, tuple[str, tuple[int, ...]]]
@@ -74,7 +70,7 @@ def convert(
     plans = _plans(checkpoint, experts, to)
     with work_folder(beside(target, "converting"), keep=True) as work:
         stamp = beside(target, "converting.json")
-        _resume(work, stamp, checkpoint, to)
+        resume(work, stamp, source_stamp(checkpoint, to))
         task = None
         if progress is not None:
             sizes = (checkpoint.entry(name).nbytes for actions in plans.values() for name in actions)
@@ -85,7 +81,7 @@ def convert(
             entries = {name: entry for _, outputs in actions.values() for name, entry in outputs.items()}
             weight_map |= dict.fromkeys(entries, shard)
             total += sum(entry.nbytes for entry in plan(entries).values())
-            if not _finished(work / shard, entries):
+            if not shard_finished(work / shard, entries):
                 with SafetensorsWriter(work / shard, entries) as writer:
                     for name, (action, _) in actions.items():
                         for output, value in _convert(checkpoint, name, action).items():
@@ -98,9 +94,7 @@ def convert(
         if list(plans) != [SINGLE_FILE]:
             write_index(work, weight_map, total)
         write_config(work, config.to_hf())
-        for file in checkpoint.folder.iterdir():
-            if file.is_file() and not is_weight_file(file) and not file.name.endswith(_OTHER_WEIGHTS):
-                shutil.copy2(file, work / file.name)
+        copy_extras(checkpoint.folder, work)
         publish(work, target)
         stamp.unlink()
 
@@ -161,7 +155,7 @@ def _convert(checkpoint: Checkpoint, name: str, action: Action) -> dict[str, np.
     return {original: MXFP4Tensor.from_checkpoint(value, scale).dequantize(jnp.bfloat16)}
 
 
-def _stamp(checkpoint: Checkpoint, to: str) -> bytes:
+def source_stamp(checkpoint: Checkpoint, to: str) -> bytes:
     """What a conversion depends on: names, sizes and modification times of the source, and the aim."""
     shards = {}
     for shard in checkpoint.shards:
@@ -171,15 +165,14 @@ def _stamp(checkpoint: Checkpoint, to: str) -> bytes:
     return json.dumps({"source": source, "shards": shards, "to": to}, sort_keys=True).encode()
 
 
-def _resume(work: Path, stamp: Path, checkpoint: Checkpoint, to: str) -> None:
-    """Keep the finished shards of an interrupted run of the same conversion; remove anything else."""
-    content = _stamp(checkpoint, to)
+def resume(work: Path, stamp: Path, content: bytes) -> None:
+    """Keep what an interrupted run of the same conversion has finished; remove anything else."""
     if not stamp.is_file() or stamp.read_bytes() != content:
         clear(work)
         write_file(stamp, content)
 
 
-def _finished(path: Path, entries: Entries) -> bool:
+def shard_finished(path: Path, entries: Entries) -> bool:
     """Whether a shard is there, whole, and holds exactly these tensors."""
     if not path.exists():
         return False

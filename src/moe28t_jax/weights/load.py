@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -77,6 +77,19 @@ def checked_dtype(dtype: Any, layout: str) -> np.dtype:
     return dtype
 
 
+def check_one_form(stored: Sequence[StoredParameter]) -> bool:
+    """Whether the layers of a stack are packed. Raises CheckpointError where some are and some are not."""
+    packed = [one.packed for one in stored]
+    if len(set(packed)) > 1:
+        yes, no = stored[packed.index(True)], stored[packed.index(False)]
+        raise CheckpointError(
+            f"{yes.names[0] + '_packed'!r} is stored as MXFP4 and {no.names[0]!r} unquantised, but "
+            "the two layers "
+            "share one stack; load with stacked=False or convert the checkpoint to one of them."
+        )
+    return packed[0]
+
+
 class TensorLoader:
     """Makes the leaves of a parameter tree from a checkpoint's tensors."""
 
@@ -104,17 +117,17 @@ class TensorLoader:
     def make(self, parameter: Parameter, layers: tuple[int, ...] | None) -> Any:
         """The value of one leaf, as `build` asks for it."""
         stored = [self.stored[layer, parameter.name] for layer in layers or (None,)]
-        packed = [one.packed for one in stored]
-        if len(set(packed)) > 1:
-            yes, no = stored[packed.index(True)], stored[packed.index(False)]
-            raise CheckpointError(
-                f"{yes.names[0] + '_packed'!r} is stored as MXFP4 and {no.names[0]!r} unquantised, but "
-                "the two layers "
-                "share one stack; load with stacked=False or convert the checkpoint to one of them."
-            )
-        if packed[0]:
+        if check_one_form(stored):
             return self._packed(parameter, stored)
         return self._plain(parameter, stored)
+
+    def skip(self, parameters: Iterable[Parameter], layers: tuple[int, ...] | None) -> None:
+        """Count the tensors of parameters as done without reading them."""
+        for parameter in parameters:
+            for layer in layers or (None,):
+                for name in self.stored[layer, parameter.name].tensors():
+                    if self.progress is not None:
+                        self.progress.advance(self.task, self.checkpoint.entry(name).nbytes)
 
     def _plain(self, parameter: Parameter, stored: list[StoredParameter]) -> jax.Array:
         dtype = self.dtype

@@ -9,7 +9,7 @@ import numpy as np
 
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.config.declaration import Declared, declare, declare_vision
-from moe28t_jax.weights.checkpoint import Checkpoint
+from moe28t_jax.weights.checkpoint import TensorTable
 from moe28t_jax.weights.errors import CheckpointError, and_more
 
 TEXT_PREFIXES = ("language_model.", "")
@@ -54,7 +54,7 @@ class Match:
         return self.text | {(None, one.declared.parameter.name): one for one in tower}
 
 
-def detect_prefix(checkpoint: Checkpoint, default: str) -> str:
+def detect_prefix(checkpoint: TensorTable, default: str) -> str:
     """The prefix of text names that most tensors carry; `default` when none or several carry one."""
     counts = {
         prefix: sum(name.startswith((f"{prefix}model.", f"{prefix}lm_head.")) for name in checkpoint)
@@ -71,7 +71,7 @@ def stored_names(declared: Declared) -> Iterator[tuple[str, ...]]:
         yield tuple(name.replace("{expert}", str(expert)) for name in names)
 
 
-def match(checkpoint: Checkpoint, config: ModelConfig) -> Match:
+def match(checkpoint: TensorTable, config: ModelConfig) -> Match:
     """Pair every declared parameter with its tensors, reading headers only.
 
     Raises CheckpointError for the first kind of fault found, in this order: a tensor stored under two names,
@@ -108,7 +108,7 @@ def match(checkpoint: Checkpoint, config: ModelConfig) -> Match:
 
 
 def find_stored(
-    checkpoint: Checkpoint, declared: Declared, expect_packed: bool, missing: list[str]
+    checkpoint: TensorTable, declared: Declared, expect_packed: bool, missing: list[str]
 ) -> StoredParameter:
     """The tensors that hold a parameter, under whichever of its names; those that are absent go to `missing`."""
     quantizable = declared.parameter.quantizable
@@ -148,7 +148,7 @@ def find_stored(
     return StoredParameter(declared, tuple(names), bool(packed) and packed[0])
 
 
-def _vision(checkpoint: Checkpoint, config: ModelConfig, missing: list[str]) -> tuple[StoredParameter, ...]:
+def _vision(checkpoint: TensorTable, config: ModelConfig, missing: list[str]) -> tuple[StoredParameter, ...]:
     """Tensors of the image tower, all or none: a text-only checkpoint may lack them."""
     if config.vision is None:
         return ()
@@ -166,7 +166,7 @@ def _vision(checkpoint: Checkpoint, config: ModelConfig, missing: list[str]) -> 
     )
 
 
-def check_stored(checkpoint: Checkpoint, stored: StoredParameter) -> None:
+def check_stored(checkpoint: TensorTable, stored: StoredParameter) -> None:
     """Raise CheckpointError where a tensor's shape or dtype is not the declared one."""
     shapes = stored.declared.parameter.stored_shapes
     for name in stored.names:
@@ -183,7 +183,7 @@ def check_stored(checkpoint: Checkpoint, stored: StoredParameter) -> None:
         _check_shape(checkpoint, scale, ((size_out, size_in // BLOCK),))
 
 
-def _check_shape(checkpoint: Checkpoint, name: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+def _check_shape(checkpoint: TensorTable, name: str, shapes: tuple[tuple[int, ...], ...]) -> None:
     shape = checkpoint.entry(name).shape
     if shape not in shapes:
         expected = " or ".join(str(list(expected)) for expected in shapes)
@@ -194,7 +194,7 @@ def _check_shape(checkpoint: Checkpoint, name: str, shapes: tuple[tuple[int, ...
         )
 
 
-def _check_dtype(checkpoint: Checkpoint, name: str, dtypes: tuple[str, ...]) -> None:
+def _check_dtype(checkpoint: TensorTable, name: str, dtypes: tuple[str, ...]) -> None:
     dtype = checkpoint.entry(name).dtype
     if dtype not in dtypes:
         raise CheckpointError(
@@ -203,12 +203,12 @@ def _check_dtype(checkpoint: Checkpoint, name: str, dtypes: tuple[str, ...]) -> 
         )
 
 
-def check_scale(checkpoint: Checkpoint, name: str, scale: np.ndarray) -> None:
-    """Raises CheckpointError, with the position, when a scale byte is NaN."""
+def check_scale(checkpoint: TensorTable, name: str, scale: np.ndarray, first_row: int = 0) -> None:
+    """Raises CheckpointError, with the position, when a scale byte is NaN; `scale` may begin at a later row."""
     if scale.size and scale.max() == NAN_SCALE:
         row, block = (int(i) for i in np.argwhere(scale == NAN_SCALE)[0])
         raise CheckpointError(
-            f"The {checkpoint.where(name)} has the scale byte {NAN_SCALE} (NaN) at output {row}, block "
+            f"The {checkpoint.where(name)} has the scale byte {NAN_SCALE} (NaN) at output {first_row + row}, block "
             f"{block}; "
             "the weights are damaged, fetch or convert them again."
         )

@@ -15,15 +15,29 @@ from pathlib import Path
 from moe28t_jax.weights.checkpoint import CONFIG_FILE, INDEX_FILE
 from moe28t_jax.weights.errors import CheckpointError
 
+ORBAX_FILE = "orbax.json"
+ORBAX_ITEMS = ("layers", "globals", "vision")
+# Files that belong to other weight formats are not carried along.
+_OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".partial")
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
 def is_weight_file(path: Path) -> bool:
-    """Whether a file of a checkpoint folder is one that saving writes (and not, say, a tokenizer)."""
-    return path.name in (CONFIG_FILE, INDEX_FILE) or bool(
-        re.fullmatch(r"model(-.*)?\.safetensors", path.name)
-    )
+    """Whether a file or folder of a checkpoint is one that saving writes (and not, say, a tokenizer)."""
+    if path.name in (CONFIG_FILE, INDEX_FILE, ORBAX_FILE):
+        return True
+    if path.name in ORBAX_ITEMS and (path.parent / ORBAX_FILE).is_file():
+        return True
+    return bool(re.fullmatch(r"model(-.*)?\.safetensors(\.crc32\.json)?", path.name))
+
+
+def copy_extras(source: Path, target: Path) -> None:
+    """Copy the files of a checkpoint folder that are no weights (tokenizer, licence)."""
+    for file in source.iterdir():
+        if file.is_file() and not is_weight_file(file) and not file.name.endswith(_OTHER_WEIGHTS):
+            shutil.copy2(file, target / file.name)
 
 
 def beside(folder: Path, suffix: str) -> Path:

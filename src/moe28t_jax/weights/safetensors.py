@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -135,6 +136,53 @@ def parse_header(text: bytes) -> tuple[dict[str, Entry], dict[str, str]]:
     return entries, metadata
 
 
+class Header(NamedTuple):
+    """A checked header: `entries` by tensor name, and `start`, the byte of the file at which tensors begin."""
+
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+    start: int
+
+
+def read_header(where: str, size: int, read: Callable[[int, int], bytes]) -> Header:
+    """The header of a file of `size` bytes, of which `read(start, stop)` gives a range.
+
+    `where` names the file in errors. Raises CheckpointError when the file is truncated, or its header
+    contradicts itself or the file's size.
+    """
+    length = read(0, min(8, size))
+    if len(length) < 8:
+        raise CheckpointError(_broken(where, f"it is {size} bytes long, less than a header"))
+    header_size = int.from_bytes(length, "little")
+    if header_size > min(_MAX_HEADER, size - 8):
+        raise CheckpointError(
+            _broken(
+                where,
+                f"its header claims {header_size} bytes, but the file has {size - 8} after the length",
+            )
+        )
+    try:
+        entries, metadata = parse_header(read(8, 8 + header_size))
+    except ValueError as error:
+        raise CheckpointError(_broken(where, str(error))) from error
+    start = 8 + header_size
+    available = size - start
+    needed = max((entry.stop for entry in entries.values()), default=0)
+    if needed > available:
+        name, entry = next((n, e) for n, e in entries.items() if e.stop > available)
+        raise CheckpointError(
+            f"The shard {where!r} is truncated: tensor {name!r} ends at byte {start + entry.stop}, the file at "
+            f"{size}; fetch it again."
+        )
+    if needed < available:
+        raise CheckpointError(_broken(where, f"{available - needed} bytes follow its last tensor"))
+    return Header(entries, metadata, start)
+
+
+def _broken(where: str, reason: str) -> str:
+    return f"The shard {where!r} is not a valid safetensors file: {reason}; fetch it again."
+
+
 class SafetensorsFile:
     """A mapped file: `entries` by tensor name, `metadata`, and read-only views.
 
@@ -145,46 +193,23 @@ class SafetensorsFile:
         self.path = Path(path)
         if self.path.exists() and not self.path.is_file():
             # A named pipe would be waited for.
-            raise CheckpointError(self._broken("it is not a regular file"))
+            raise CheckpointError(_broken(str(self.path), "it is not a regular file"))
         try:
             with open(self.path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                length = file.read(8)
-                if len(length) < 8:
-                    raise CheckpointError(self._broken(f"it is {size} bytes long, less than a header"))
-                header_size = int.from_bytes(length, "little")
-                if header_size > min(_MAX_HEADER, size - 8):
-                    raise CheckpointError(
-                        self._broken(
-                            f"its header claims {header_size} bytes, but the file has {size - 8} after "
-                            "the length"
-                        )
-                    )
-                try:
-                    self.entries, self.metadata = parse_header(file.read(header_size))
-                except ValueError as error:
-                    raise CheckpointError(self._broken(str(error))) from error
+
+                def read(start: int, stop: int) -> bytes:
+                    file.seek(start)
+                    return file.read(stop - start)
+
+                header = read_header(str(self.path), size, read)
                 self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(
                 f"The shard {str(self.path)!r} cannot be read: {error.strerror}."
             ) from error
-        self._data = 8 + header_size
+        self.entries, self.metadata, self._data = header
         self.size = size
-        available = size - self._data
-        needed = max((entry.stop for entry in self.entries.values()), default=0)
-        if needed > available:
-            name, entry = next((n, e) for n, e in self.entries.items() if e.stop > available)
-            raise CheckpointError(
-                f"The shard {str(self.path)!r} is truncated: tensor {name!r} ends at byte "
-                f"{self._data + entry.stop}, "
-                f"the file at {size}; fetch it again."
-            )
-        if needed < available:
-            raise CheckpointError(self._broken(f"{available - needed} bytes follow its last tensor"))
-
-    def _broken(self, reason: str) -> str:
-        return f"The shard {str(self.path)!r} is not a valid safetensors file: {reason}; fetch it again."
 
     def view(self, name: str) -> np.ndarray:
         """A read-only view of one tensor, of its shape; FP4 as uint8 with half the last axis (low code
@@ -203,8 +228,12 @@ class SafetensorsFile:
                     f"{list(shape)}."
                 )
             shape = (*shape[:-1], shape[-1] // 2)
-        raw = np.frombuffer(self._map, np.uint8, entry.nbytes, self._data + entry.start)
-        return raw.view(dtype).reshape(shape)
+        return self.raw(name).view(dtype).reshape(shape)
+
+    def raw(self, name: str) -> np.ndarray:
+        """The bytes of one tensor, read-only."""
+        entry = self.entries[name]
+        return np.frombuffer(self._map, np.uint8, entry.nbytes, self._data + entry.start)
 
     def release(self, name: str) -> None:
         """Drop the resident pages of one tensor and around it; views stay valid and read the file again."""
@@ -278,6 +307,30 @@ class SafetensorsWriter:
         self._file.seek(self._data + entry.start)
         self._file.write(data)
         self._missing.discard(name)
+
+    def write_pieces(self, name: str, pieces: Iterable[np.ndarray]) -> int:
+        """Write one tensor as arrays that follow one another, so that it never lies in memory as a whole; returns
+        the CRC-32 of its bytes. Raises ValueError as `write` does."""
+        if name not in self._missing:
+            raise ValueError(
+                f"Tensor {name!r} is not awaited by {str(self.path)!r}: unknown or written before."
+            )
+        entry = self.entries[name]
+        self._file.seek(self._data + entry.start)
+        written = checksum = 0
+        for piece in pieces:
+            data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
+            written += data.nbytes
+            if written <= entry.nbytes:
+                self._file.write(data)
+                checksum = zlib.crc32(data, checksum)
+        if written != entry.nbytes:
+            raise ValueError(
+                f"Tensor {name!r} has {written} bytes; {entry.dtype} of shape {list(entry.shape)} "
+                f"needs {entry.nbytes}."
+            )
+        self._missing.discard(name)
+        return checksum
 
     def close(self) -> None:
         """Flush to the disk and rename. Raises ValueError when tensors are still missing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, reduce
 from math import prod
 from pathlib import Path
@@ -41,6 +41,17 @@ def declared_values(parameters: Parameters, config: ModelConfig) -> Iterator[tup
         yield declared, leaf if index is None else jax.tree.map(lambda x, index=index: x[index], leaf)
 
 
+def leaf_table(
+    parameters: Parameters, config: ModelConfig
+) -> dict[tuple[int | None, str], tuple[Any, int | None]]:
+    """By layer (None: global) and name, the leaf that holds a parameter and its place in the leaf's stack (None: not
+    stacked). Raises CheckpointError as `declared_values`."""
+    return {
+        (declared.layer, declared.parameter.name): (leaf, index)
+        for declared, leaf, index in _leaves(parameters, config)
+    }
+
+
 def _leaves(parameters: Parameters, config: ModelConfig) -> Iterator[tuple[Declared, Any, int | None]]:
     """Declared parameter, the leaf that holds it, and its place in the leaf's stack (None: not stacked)."""
     # A tree is stacked when it has fewer segments than layers.
@@ -70,7 +81,7 @@ def _leaves(parameters: Parameters, config: ModelConfig) -> Iterator[tuple[Decla
         yield declared, node.get_value(), index
 
 
-class _Tensor(NamedTuple):
+class StoredTensor(NamedTuple):
     """One tensor to write: its header entry and how to get its content."""
 
     name: str
@@ -109,9 +120,12 @@ def save_parameters(
             f"There is no tokenizer file {and_more(absent)}; leave it out or correct its path."
         )
     tensors, config = _plan(parameters, config, like)
-    shards = _shards(tensors, max_shard_bytes)
+    sizes = {tensor.name: tensor_bytes(tensor.dtype, tensor.shape) for tensor in tensors}
+    by_name = {tensor.name: tensor for tensor in tensors}
+    groups = shard_groups(sizes, max_shard_bytes)
+    shards = {shard: [by_name[name] for name in names] for shard, names in groups.items()}
     with work_folder(beside(folder, "saving"), keep=False) as work:
-        total = sum(tensor_bytes(tensor.dtype, tensor.shape) for tensor in tensors)
+        total = sum(sizes.values())
         task = progress.add_task("Saving weights", total=total) if progress is not None else None
         for name, content in shards.items():
             entries = {tensor.name: (tensor.dtype, tensor.shape) for tensor in content}
@@ -147,22 +161,22 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _shards(tensors: list[_Tensor], max_shard_bytes: int) -> dict[str, list[_Tensor]]:
-    groups: list[list[_Tensor]] = [[]]
+def shard_groups(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, list[str]]:
+    """File names of the shards, and the tensors of each: in order, as many as fit, at least one."""
+    groups: list[list[str]] = [[]]
     size = 0
-    for tensor in tensors:
-        needed = tensor_bytes(tensor.dtype, tensor.shape)
+    for name, needed in sizes.items():
         if groups[-1] and size + needed > max_shard_bytes:
             groups.append([])
             size = 0
-        groups[-1].append(tensor)
+        groups[-1].append(name)
         size += needed
     return dict(zip(shard_names(len(groups)), groups, strict=True))
 
 
 def _plan(
     parameters: Parameters, config: ModelConfig, like: str | Path | None
-) -> tuple[list[_Tensor], ModelConfig]:
+) -> tuple[list[StoredTensor], ModelConfig]:
     """All tensors in checkpoint order, and the configuration that describes them."""
     pattern = None
     stored: dict[tuple[int | None, str], StoredParameter] = {}
@@ -171,7 +185,7 @@ def _plan(
         found = match(pattern, config)
         stored = found.stored(vision=True)
         config = config.override({"checkpoint_prefix": found.config.checkpoint_prefix})
-    tensors: list[_Tensor] = []
+    tensors: list[StoredTensor] = []
     quantization = None
     for declared, leaf, index in _leaves(parameters, config):
         parameter = declared.parameter
@@ -184,23 +198,35 @@ def _plan(
                 f"{list(shape)}, but the "
                 f"configuration makes it {list(expected)}; pass the configuration that it was made for."
             )
+        if packed:
+            quantization = "mxfp4"
         original = stored.get((declared.layer, parameter.name))
-        names = original.names if original is not None else [names[0] for names in stored_names(declared)]
-        stack = () if index is None else (index,)
-        for expert, name in enumerate(names):
-            path = (
-                (*stack, expert) if parameter.num_stored > 1 or "{expert}" in parameter.stored_name else stack
-            )
-            if packed:
-                quantization = "mxfp4"
-                tensors += _packed_tensors(name, leaf, path, parameter)
-                continue
-            dtype, shape = _DTYPES[parameter.dtype], parameter.stored_shapes[0]
-            if original is not None and pattern is not None and not original.packed:
-                dtype, shape = pattern.entry(name)[:2]
-            content = partial(_plain_content, leaf, path, parameter, dtype, shape)
-            tensors.append(_Tensor(name, dtype, shape, content))
+        tensors += declared_tensors(declared, leaf, index, original, pattern)
     return tensors, config.override({"expert_quantization": quantization})
+
+
+def declared_tensors(
+    declared: Declared,
+    leaf: Any,
+    index: int | None = None,
+    original: StoredParameter | None = None,
+    pattern: Checkpoint | None = None,
+) -> Iterator[StoredTensor]:
+    """The tensors that one parameter is stored as: the element `index` of `leaf`, or all of it; with the names, shapes
+    and float dtypes of `original` in `pattern` where they are given."""
+    parameter = declared.parameter
+    names = original.names if original is not None else [names[0] for names in stored_names(declared)]
+    stack = () if index is None else (index,)
+    for expert, name in enumerate(names):
+        path = (*stack, expert) if "{expert}" in parameter.stored_name else stack
+        if isinstance(leaf, MXFP4Tensor):
+            yield from _packed_tensors(name, leaf, path, parameter)
+            continue
+        dtype, shape = _DTYPES[parameter.dtype], parameter.stored_shapes[0]
+        if original is not None and pattern is not None and not original.packed:
+            dtype, shape = pattern.entry(name)[:2]
+        content = partial(_plain_content, leaf, path, parameter, dtype, shape)
+        yield StoredTensor(name, dtype, shape, content)
 
 
 def _host(leaf: Any, path: tuple[int, ...]) -> np.ndarray:
@@ -226,7 +252,7 @@ def _plain_content(
 
 def _packed_tensors(
     name: str, leaf: MXFP4Tensor, path: tuple[int, ...], parameter: Parameter
-) -> Iterator[_Tensor]:
+) -> Iterator[StoredTensor]:
     size_out, size_in = parameter.stored_shapes[0]
 
     def content(scales: bool) -> np.ndarray:
@@ -241,5 +267,5 @@ def _packed_tensors(
         copy_stored(value, stored, "transpose")
         return stored
 
-    yield _Tensor(f"{name}_packed", "U8", (size_out, size_in // 2), partial(content, False))
-    yield _Tensor(f"{name}_scale", "U8", (size_out, size_in // BLOCK), partial(content, True))
+    yield StoredTensor(f"{name}_packed", "U8", (size_out, size_in // 2), partial(content, False))
+    yield StoredTensor(f"{name}_scale", "U8", (size_out, size_in // BLOCK), partial(content, True))

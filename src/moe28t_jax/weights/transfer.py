@@ -26,10 +26,10 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def to_device(buffer: np.ndarray) -> jax.Array:
+def to_device(buffer: np.ndarray, device: jax.Device | None = None) -> jax.Array:
     """The buffer as a JAX array; on CPU they share memory, so the buffer must not be written afterwards."""
     buffer.flags.writeable = False
-    return jax.device_put(buffer, may_alias=True)
+    return jax.device_put(buffer, device, may_alias=True)
 
 
 def copy_stored(source: np.ndarray, destination: np.ndarray, transform: Transform) -> None:
@@ -49,6 +49,16 @@ def copy_stored(source: np.ndarray, destination: np.ndarray, transform: Transfor
     transposed = destination.reshape(matrix.shape[::-1])
     for start in range(0, matrix.shape[0], _ROWS):
         _assign(transposed[:, start : start + _ROWS], matrix[start : start + _ROWS].T)
+
+
+def copy_rows(source: np.ndarray, destination: np.ndarray, transpose: bool) -> None:
+    """Fill an array, which need not be contiguous, with one of the same shape, or of the transposed one (two axes);
+    floats are converted between widths."""
+    if not transpose:
+        _assign(destination, source)
+        return
+    for start in range(0, source.shape[0], _ROWS):
+        _assign(destination[:, start : start + _ROWS], source[start : start + _ROWS].T)
 
 
 def _assign(destination: np.ndarray, source: np.ndarray) -> None:

@@ -1,0 +1,158 @@
+"""What `load` can be given, a folder, a file, an address or the shipped model: its files, licence and weights."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.progress import Progress
+
+from moe28t_jax.chat import Tokenizer
+from moe28t_jax.config import PRESETS, ModelConfig, Parameter
+from moe28t_jax.model.parameters import Parameters, abstract
+from moe28t_jax.parallel.sharding import parameter_shardings
+from moe28t_jax.planning.licence import LicenceResult, admit, is_licence_name, read_licences
+from moe28t_jax.weights import CheckpointError, is_orbax, load_orbax, load_parameters, stream_parameters
+from moe28t_jax.weights.save import leaf_table
+from moe28t_jax.weights.store import RemoteStore, is_remote
+from pallas_kernels.mxfp4_matmul import MXFP4Tensor
+
+TOKENIZER_FILE = "tiktoken.model"
+
+
+def shipped_folder(name: str) -> Path:
+    """Folder of a checkpoint that comes with the package."""
+    return Path(str(resources.files("moe28t_jax"))) / name
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a checkpoint lies: a `path` (folder or file), or a `store` of files behind an address."""
+
+    text: str
+    path: Path | None
+    store: RemoteStore | None
+
+    @property
+    def name(self) -> str:
+        return self.path.name if self.path is not None else self.text.rstrip("/").rpartition("/")[2]
+
+    @property
+    def folder(self) -> Path:
+        """The folder of a local source."""
+        assert self.path is not None
+        return self.path if self.path.is_dir() else self.path.parent
+
+    def config(self, overrides: dict[str, Any]) -> ModelConfig:
+        """The configuration beside the weights."""
+        if self.store is None:
+            return ModelConfig.from_hf(self.folder, overrides)
+        content = self.store.read_file("config.json")
+        try:
+            document = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"{self.store.location('config.json')!r} is not valid JSON: {error}."
+            ) from error
+        return ModelConfig.from_hf(document, overrides)
+
+    def licence(self, accepted: str | None) -> LicenceResult | None:
+        """The judgement of the licence beside the weights; None where there is no licence file.
+
+        Raises LicenceError as :func:`moe28t_jax.planning.licence.admit`.
+        """
+        if self.store is None:
+            texts = read_licences(self.folder)
+        else:
+            names = [name for name in self.store.names() if is_licence_name(name)]
+            texts = {self.store.location(name): self._text(name) for name in names}
+        return admit(self.text, texts, accepted)
+
+    def _text(self, name: str) -> str:
+        assert self.store is not None
+        try:
+            return self.store.read_file(name, 1 << 20).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(
+                f"{self.store.location(name)!r} is not UTF-8 text (byte {error.start}); convert it first."
+            ) from None
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer beside the weights, if there is one."""
+        if self.store is None:
+            file = self.folder / TOKENIZER_FILE
+            return Tokenizer.from_file(file) if file.is_file() else None
+        if TOKENIZER_FILE not in self.store.names():
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / TOKENIZER_FILE
+            file.write_bytes(self.store.read_file(TOKENIZER_FILE))
+            return Tokenizer.from_file(file)
+
+    def parameters(
+        self,
+        config: ModelConfig,
+        dtype: np.dtype,
+        mesh: jax.sharding.Mesh | None = None,
+        stacked: bool = False,
+        vision: bool = True,
+        cache: str | Path | None = None,
+        progress: Progress | None = None,
+    ) -> tuple[Parameters, ModelConfig]:
+        """The weights: on one device, or as the rules lay them over a mesh; then, and from a store, each process reads
+        what its devices hold."""
+        rule = None if mesh is None else mesh_rule(config, mesh, stacked)
+        if self.path is not None and is_orbax(self.path):
+            parameters, found = load_orbax(
+                self.path, stacked=stacked, sharding=rule, dtype=dtype, vision=vision, progress=progress
+            )
+            return parameters, config.override({"expert_quantization": found.expert_quantization})
+        if self.path is not None and rule is None:
+            return load_parameters(self.path, config, dtype, stacked, progress=progress, vision=vision)
+        if self.path is not None and not self.path.is_dir():
+            raise ValueError(f"{self.text!r} is a single file; give its folder to load it onto a mesh.")
+        parameters, config, _ = stream_parameters(
+            self.store or self.folder, config, dtype, stacked=stacked, sharding=rule, cache=cache, progress=progress,
+            vision=vision,
+        )  # fmt: skip
+        return parameters, config
+
+
+def mesh_rule(
+    config: ModelConfig, mesh: jax.sharding.Mesh, stacked: bool
+) -> Callable[[Parameter, tuple[int, ...] | None], jax.sharding.Sharding]:
+    """Where a declared parameter lies on a mesh, as `stream_parameters` asks for it."""
+    shardings = parameter_shardings(abstract(config, stacked=stacked), config, mesh)
+    table = leaf_table(shardings, config)
+
+    def rule(parameter: Parameter, layers: tuple[int, ...] | None) -> jax.sharding.Sharding:
+        leaf, _ = table[None if layers is None else layers[0], parameter.name]
+        return leaf.packed if isinstance(leaf, MXFP4Tensor) else leaf
+
+    return rule
+
+
+def resolve(source: str | Path) -> Source:
+    """Find a source. Raises FileNotFoundError when there is none, ValueError for a preset without weights."""
+    text = str(source)
+    if is_remote(text):
+        return Source(text, None, RemoteStore(text))
+    folder = shipped_folder("nano") if text == "nano" else Path(source).expanduser()
+    if text in PRESETS and text != "nano" and not folder.exists():
+        raise ValueError(
+            f"{text!r} is a preset without weights (only nano ships with the package); give the folder of a "
+            f"checkpoint, or look at it with ModelConfig.preset({text!r}) or `moe28t inspect {text}`."
+        )
+    if not folder.exists():
+        raise FileNotFoundError(
+            f"No such file or directory: {text!r}; give the path of a checkpoint, or 'nano' for the model that comes "
+            "with the package."
+        )
+    return Source(text, folder, None)

@@ -1,0 +1,95 @@
+"""Checksums of tensors: a file beside the shards, and CRC-32 of parts that arrive in any order."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.progress import Progress
+
+from moe28t_jax.weights.checkpoint import Checkpoint
+from moe28t_jax.weights.errors import CheckpointError
+from moe28t_jax.weights.publish import write_file
+
+CHECKSUM_FILE = "model.safetensors.crc32.json"
+_POLYNOMIAL = 0xEDB88320
+
+
+def combine_crc32(first: int, second: int, second_length: int) -> int:
+    """The CRC-32 of two byte strings after one another, from those of each and the length of the second."""
+    # In GF(2)[x] modulo the polynomial, bits reversed: appending n bytes multiplies by x**(8 n).
+    power, square, bits = 1 << 31, 1 << 30, 8 * second_length
+    while bits:
+        if bits & 1:
+            power = _multiply(power, square)
+        square = _multiply(square, square)
+        bits >>= 1
+    return _multiply(first, power) ^ second
+
+
+def _multiply(a: int, b: int) -> int:
+    product = 0
+    while a:
+        if a & 1 << 31:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+class PartialChecksum:
+    """CRC-32 of one tensor whose parts are read in any order."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, tuple[int, int]] = {}
+
+    def add(self, start: int, content: memoryview) -> None:
+        """Note a part that begins at byte `start` of the tensor."""
+        self._parts[start] = (len(content), zlib.crc32(content))
+
+    def value(self) -> int:
+        """The checksum of all parts in order."""
+        result = 0
+        for _, (length, checksum) in sorted(self._parts.items()):
+            result = combine_crc32(result, checksum, length)
+        return result
+
+
+def parse_checksums(content: object, where: str) -> dict[str, int]:
+    """CRC-32 by tensor name, from the parsed file. Raises CheckpointError when it is not one."""
+    tensors = content.get("tensors") if isinstance(content, dict) else None
+    if not isinstance(tensors, dict) or not all(
+        isinstance(value, str) and re.fullmatch("[0-9a-f]{8}", value) for value in tensors.values()
+    ):
+        raise CheckpointError(
+            f"{where!r} does not map tensor names to 8 hexadecimal digits each; make it again or remove it."
+        )
+    return {name: int(value, 16) for name, value in tensors.items()}
+
+
+def write_checksum_file(folder: Path, checksums: Mapping[str, int]) -> None:
+    """Write the file beside the shards of a folder."""
+    tensors = {name: f"{value:08x}" for name, value in sorted(checksums.items())}
+    write_file(
+        folder / CHECKSUM_FILE, (json.dumps({"algorithm": "crc32", "tensors": tensors}) + "\n").encode()
+    )
+
+
+def write_checksums(folder: str | Path, progress: Progress | None = None) -> int:
+    """Read every tensor of a checkpoint folder once and write their checksums beside them; returns their number.
+
+    Streaming loads compare with it. Raises CheckpointError for a folder that is no checkpoint.
+    """
+    checkpoint = Checkpoint(folder)
+    task = progress.add_task("Computing checksums", total=checkpoint.nbytes) if progress is not None else None
+    checksums: dict[str, int] = {}
+    for name in checkpoint:
+        checksums[name] = zlib.crc32(checkpoint.raw(name))
+        checkpoint.release(name)
+        if progress is not None and task is not None:
+            progress.advance(task, checkpoint.entry(name).nbytes)
+    write_checksum_file(checkpoint.folder, checksums)
+    return len(checksums)
