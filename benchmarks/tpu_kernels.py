@@ -22,6 +22,7 @@ multiplies float32 operands in float32 also where a TPU would round them to bflo
 of some products to the default), so that a TPU's errors are at least these.
 
     python benchmarks/tpu_kernels.py                        # ours alone
+    python benchmarks/tpu_kernels.py --gradient             # and the forward and backward kernels of its gradient
     python benchmarks/tpu_kernels.py --peer-python PATH     # PATH: of an environment with jax[tpu] and tokamax
 """
 
@@ -42,7 +43,8 @@ from typing import Any
 from tpu_dumps import read_dumps
 
 CHIPS = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
-SIDES = ("ours", "tokamax")
+SIDES = ("ours", "gradient", "tokamax")
+"""The gradient is of ours: its forward kernel, which also writes the states at the ends of chunks, and its backward."""
 DTYPES = ("bfloat16", "float32")
 PEER_CHIPS = ("v6e", "tpu7x")
 """tokamax's kernel refuses the generations before them."""
@@ -67,28 +69,36 @@ def compile_one(side: str, chip: str, dtype: str, heads: int, tokens: int, folde
     def like(shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    if side == "ours":
+    if side in ("ours", "gradient"):
         from pallas_kernels import delta_rule
 
-        def function(q: Any, k: Any, v: Any, log_decay: Any, beta: Any) -> tuple[Any, ...]:
+        def forward(q: Any, k: Any, v: Any, log_decay: Any, beta: Any) -> tuple[Any, ...]:
             q, k, v, log_decay = (jnp.swapaxes(x, 1, 2) for x in (q, k, v, log_decay))
             o, *state = delta_rule.delta_rule(q, k, v, log_decay, beta, implementation="tpu")
             return jnp.swapaxes(o, 1, 2), *state
 
+        def gradient(*arrays: Any) -> tuple[Any, ...]:
+            *inputs, ct_o, ct_state = arrays
+            return jax.vjp(forward, *inputs)[1]((ct_o, ct_state))
+
+        function: Any = forward if side == "ours" else gradient
         wide, scalars = (1, heads, tokens, WIDTH), (1, tokens, heads)
     else:
         from tokamax._src.ops.kda.api import (  # pyright: ignore[reportMissingImports]
             kimi_delta_attention,
         )
 
-        def function(q: Any, k: Any, v: Any, log_decay: Any, beta: Any) -> tuple[Any, ...]:
+        def peer(q: Any, k: Any, v: Any, log_decay: Any, beta: Any) -> tuple[Any, ...]:
             return kimi_delta_attention(
                 q, k, v, log_decay, beta, scale=1.0, output_final_state=True, implementation="mosaic"
             )
 
+        function = peer
         wide, scalars = (heads, 1, tokens, WIDTH), (heads, 1, tokens)
     token = like(wide, jnp.dtype(dtype))
-    arguments = token, token, token, like(wide, jnp.float32), like(scalars, jnp.float32)
+    arguments = [token, token, token, like(wide, jnp.float32), like(scalars, jnp.float32)]
+    if side == "gradient":
+        arguments += [token, like((1, heads, WIDTH, WIDTH), jnp.float32)]
     with tpu_in_sight(device.device_kind, device.num_cores, side):
         compiled = jax.jit(function).lower(*arguments).compile()
     analysis = compiled.memory_analysis()
@@ -206,13 +216,14 @@ def measure_errors(arguments: argparse.Namespace, sides: tuple[str, ...]) -> dic
 def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Every side on every chip; a side that does not compile has its error in place of figures."""
     result: dict[str, Any] = {"heads": arguments.heads, "tokens": arguments.tokens, "dtypes": {}}
-    sides = SIDES if arguments.peer_python is not None else SIDES[:1]
+    wanted = {"ours": True, "gradient": arguments.gradient, "tokamax": arguments.peer_python is not None}
+    sides = tuple(side for side in SIDES if wanted[side])
     for dtype in arguments.dtypes:
         chips: dict[str, Any] = {}
         for chip in arguments.chips:
             chips[chip] = {}
             for side in sides:
-                python: Any = sys.executable if side == "ours" else arguments.peer_python
+                python: Any = arguments.peer_python if side == "tokamax" else sys.executable
                 folder = work / f"{side}_{chip}_{dtype}"
                 error = None
                 if side == "tokamax" and chip not in PEER_CHIPS:
@@ -228,7 +239,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
                 )
         result["dtypes"][dtype] = chips
     if arguments.errors:
-        result["errors"] = measure_errors(arguments, sides)
+        result["errors"] = measure_errors(arguments, tuple(side for side in sides if side != "gradient"))
     return result
 
 
@@ -311,6 +322,7 @@ def main() -> None:
         type=Path,
         help="folder for the compiler's dumps, read again from there; default: a temporary one",
     )
+    parser.add_argument("--gradient", action="store_true", help="the gradient of ours, too")
     parser.add_argument("--errors", action="store_true", help="interpret both at a small size, too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(

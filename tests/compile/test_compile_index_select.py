@@ -1,6 +1,7 @@
 """Index selection for TPU compiles for every chip in seconds at any length, without scores in memory or a sort."""
 
 import re
+import time
 from typing import Any
 
 import jax
@@ -10,27 +11,38 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.index_select import SHAPES, IndexSelectShape, tpu, xla
+from pallas_kernels.index_select import SHAPES, IndexSelectShape, QuantizedKeys, tpu, xla
 from tests.compile.topologies import CHIPS, compile_for_tpu, temporary_bytes
 
 PAGE = 64
+LANES = 128
 SMALL = 2**20
 """Bytes for what surrounds a kernel: lengths, page tables."""
 
 PREFILL = IndexSelectShape(1, 64, 32, 128, 131072, 2048)
+LONG_PREFILL = PREFILL._replace(keys=1048576)
 SPECULATIVE = IndexSelectShape(3, 4, 32, 128, 131072, 2048)
 NARROW_HEADS = IndexSelectShape(2, 40, 12, 64, 9008, 100)
 LARGEST_TOP_K = IndexSelectShape(1, 32, 32, 128, 131072, 8192)
 
 
 def arguments(shape: IndexSelectShape, key_dtype: Any, paged: bool) -> tuple[Any, ...]:
+    """`key_dtype` is a dtype, or "fp8" or "fp4"."""
     like = jax.ShapeDtypeStruct
     query_dtype = jnp.float32 if key_dtype == jnp.float32 else jnp.bfloat16
-    pages = shape.keys // PAGE
-    keys = (shape.batch * pages, PAGE) if paged else (shape.batch, shape.keys)
+    page = LANES if key_dtype == "fp4" else PAGE
+    pages = shape.keys // page
+    keys = (shape.batch * pages, page) if paged else (shape.batch, shape.keys)
+    if key_dtype == "fp8":
+        k: Any = QuantizedKeys(like((*keys, shape.channels), jnp.float8_e4m3fn), like(keys, jnp.uint8))
+    elif key_dtype == "fp4":
+        codes, scales = (like((*keys, shape.channels // part), jnp.uint8) for part in (2, 32))
+        k = QuantizedKeys(codes, scales)
+    else:
+        k = like((*keys, shape.channels), key_dtype)
     return (
         like((shape.batch, shape.queries, shape.heads, shape.channels), query_dtype),
-        like((*keys, shape.channels), key_dtype),
+        k,
         like((shape.batch, shape.queries, shape.heads), jnp.float32),
         like((shape.batch, shape.queries), jnp.int32),
         *([like((shape.batch, pages), jnp.int32)] if paged else []),
@@ -51,7 +63,11 @@ def check(chip: str, shape: IndexSelectShape, key_dtype: Any = jnp.bfloat16, pag
         return tpu.select(q, k, weights, positions, shape.top_k, table)
 
     inputs = arguments(shape, key_dtype, paged)
+    start = time.perf_counter()
     compiled = compile_for_tpu(chip, function, *inputs)
+    pages = " in pages" if paged else ""
+    print(f"{chip}, {shape}, {jnp.dtype(key_dtype).name if not isinstance(key_dtype, str) else key_dtype}{pages}: "
+          f"compiled in {time.perf_counter() - start:.1f} s, {temporary_bytes(compiled)} bytes")  # fmt: skip
     # The queries in whole blocks, heads first, and their weights and positions in 128 lanes each.
     block = min(tpu.QUERY_BLOCK, -(-shape.queries // 8) * 8)
     queries = shape.batch * -(-shape.queries // block) * block
@@ -59,6 +75,9 @@ def check(chip: str, shape: IndexSelectShape, key_dtype: Any = jnp.bfloat16, pag
     if shape.queries % block or shape.top_k % 128:
         # The result before the padding is cut off, once more on the way.
         allowed += 2 * 4 * queries * -(-shape.top_k // 128) * 128
+    if key_dtype == "fp8":
+        # A byte per key, in whole words, as given and by rounds.
+        allowed += 3 * 4 * shape.batch * shape.keys
     if shape.channels % 128:
         # The compiler keeps narrow keys in another layout than the kernel reads.
         allowed += shape.batch * shape.keys * 128 * inputs[1].dtype.itemsize
@@ -71,31 +90,38 @@ def check(chip: str, shape: IndexSelectShape, key_dtype: Any = jnp.bfloat16, pag
 
 
 @pytest.mark.parametrize(
-    ("chip", "shape", "paged"),
+    ("chip", "shape", "key_dtype", "paged"),
     [
-        ("v5p", PREFILL, False),
-        ("v6e", PREFILL, True),
-        ("tpu7x", SHAPES["decode_2p8t"], True),
+        ("v5p", PREFILL, jnp.bfloat16, False),
+        ("v5p", LONG_PREFILL, jnp.bfloat16, True),
+        ("v5p", SHAPES["decode_2p8t_1m"], "fp8", True),
+        ("v6e", PREFILL, jnp.bfloat16, True),
+        ("v6e", SHAPES["decode_2p8t_1m"], "fp4", True),
+        ("v6e", LONG_PREFILL, "fp8", False),
+        ("tpu7x", PREFILL, "fp4", False),
+        ("tpu7x", LONG_PREFILL, jnp.bfloat16, False),
+        ("tpu7x", SHAPES["decode_2p8t_1m"], jnp.bfloat16, True),
     ],
 )
-def test_keys_of_128k(chip: str, shape: IndexSelectShape, paged: bool) -> None:
-    check(chip, shape, paged=paged)
+def test_keys_of_128k_and_1m(chip: str, shape: IndexSelectShape, key_dtype: Any, paged: bool) -> None:
+    check(chip, shape, key_dtype, paged=paged)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("name", ["prefill_2p8t", "decode_2p8t", "decode_2p8t_1m"])
+@pytest.mark.parametrize("name", ["prefill_2p8t", "decode_2p8t", "decode_2p8t_1m", "prefill_1m"])
 def test_every_shape(name: str, chip: str, paged: bool) -> None:
-    check(chip, SHAPES[name], paged=paged)
+    check(chip, SHAPES.get(name, LONG_PREFILL), paged=paged)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("key_dtype", [jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize("key_dtype", [jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2, "fp8", "fp4"])
 def test_every_key_type(key_dtype: Any, chip: str) -> None:
     check(chip, PREFILL, key_dtype)
     check(chip, SPECULATIVE, key_dtype, paged=True)
+    check(chip, SHAPES["decode_2p8t"], key_dtype)
 
 
 @pytest.mark.slow

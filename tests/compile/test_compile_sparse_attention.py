@@ -1,6 +1,7 @@
 """Sparse attention for TPU compiles for every chip, and neither copies the cache nor gathers rows in HBM."""
 
 import re
+import time
 from typing import Any
 
 import jax
@@ -57,7 +58,10 @@ def check(
         return tpu.sparse_attention(q, kv, indices, 192**-0.5, shape.value_dim, page_table, **how)
 
     q, kv, *rest = arguments(shape, dtype, page)
+    start = time.perf_counter()
     compiled = compile_for_tpu(chip, attend, q, kv, *rest)
+    print(f"{chip}, {shape}, page {page}: compiled in {time.perf_counter() - start:.1f} s, "
+          f"{temporary_bytes(compiled)} bytes")  # fmt: skip
     temporaries = temporary_bytes(compiled)
     assert temporaries <= allowed_bytes(shape)
     cache = kv.size * kv.dtype.itemsize
@@ -77,14 +81,43 @@ def check(
     return text
 
 
+def check_gradient(chip: str, shape: SparseAttentionShape, dtype: Any = jnp.bfloat16, **how: Any) -> None:
+    """The gradient of the cache in float32 and its parts, but no row per query and selected key."""
+
+    def loss(q: Any, kv: Any, indices: Any) -> Any:
+        o, logsumexp = tpu.sparse_attention(q, kv, indices, 192**-0.5, shape.value_dim, **how)
+        return o.astype(jnp.float32).sum() + logsumexp.sum()
+
+    start = time.perf_counter()
+    compiled = compile_for_tpu(chip, jax.grad(loss, argnums=(0, 1)), *arguments(shape, dtype))
+    print(f"{chip}, {shape}, gradient: compiled in {time.perf_counter() - start:.1f} s, "
+          f"{temporary_bytes(compiled)} bytes")  # fmt: skip
+    cache = shape.keys * whole_lanes(shape.width)
+    text = compiled.as_text()
+    assert text is not None
+    if how.get("shared", True):
+        assert "sparse_attention_dq" in text and "sparse_attention_dkv" in text
+        assert "scatter(" not in text
+        # The sum of the cache's gradient, once, and what the queries of one chunk need.
+        assert temporary_bytes(compiled) < 4 * cache + 2 * allowed_bytes(shape)
+    else:
+        assert temporary_bytes(compiled) < 3 * 4 * cache
+
+
 @pytest.mark.parametrize("chip", CHIPS)
 def test_decode_at_a_million_keys(chip: str) -> None:
     assert "sparse_attention_gather" in check(chip, DECODE)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-def test_prefill_of_one_chip_in_eight(chip: str) -> None:
-    assert "sparse_attention_shared" in check(chip, PREFILL)
+@pytest.mark.parametrize("page", [None, 64])
+def test_prefill_of_one_chip_in_eight(page: int | None, chip: str) -> None:
+    assert "sparse_attention_shared" in check(chip, PREFILL, page=page)
+
+
+@pytest.mark.parametrize("chip", ["v5p", "tpu7x"])
+def test_gradient_of_one_chip_in_eight(chip: str) -> None:
+    check_gradient(chip, PREFILL)
 
 
 def test_a_copied_cache_is_noticed() -> None:
@@ -146,14 +179,22 @@ def test_few_selected_keys(chip: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
-def test_gradient(chip: str) -> None:
-    """The gradient of the cache in float32 and its parts, but no row per query and selected key."""
-    shape = PREFILL
+@pytest.mark.parametrize("page", [16, 128, 4096])
+def test_shared_pages(page: int, chip: str) -> None:
+    """Many to a block, few, and several blocks to one."""
+    for keys in (131072, 2**20):
+        check(chip, PREFILL._replace(keys=keys), page=page, shared=True)
 
-    def loss(q: Any, kv: Any, indices: Any) -> Any:
-        o, logsumexp = tpu.sparse_attention(q, kv, indices, 192**-0.5, shape.value_dim)
-        return o.astype(jnp.float32).sum() + logsumexp.sum()
 
-    compiled = compile_for_tpu(chip, jax.grad(loss, argnums=(0, 1)), *arguments(shape))
-    cache = shape.keys * whole_lanes(shape.width)
-    assert temporary_bytes(compiled) < 3 * 4 * cache
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("heads", [96, 48, 24, 12, 3])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_gradient(heads: int, dtype: Any, chip: str) -> None:
+    check_gradient(chip, PREFILL._replace(heads=heads), dtype, shared=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_gradient_of_fetched_rows(chip: str) -> None:
+    check_gradient(chip, PREFILL, shared=False)

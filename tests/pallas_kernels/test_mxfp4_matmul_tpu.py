@@ -14,6 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor, fake_quantize_mxfp8, quantize, reference, tpu
 from pallas_kernels.mxfp4_matmul._tpu_kernel import Options, choose_tiles, plan_visits, row_tile
 from pallas_kernels.mxfp4_matmul.shapes import SHAPES
+from tests.pallas_kernels import mxfp4_cases
+from tests.pallas_kernels.mxfp4_cases import USUAL
 
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 LAYERS, EXPERTS, INPUTS, OUTPUTS, ROWS = 2, 3, 64, 48, 37
@@ -43,9 +45,11 @@ def by_hand(x, w, layer, sizes):
 
 
 @functools.cache
-def program():
+def program(activation_dtype=None):
     """One compiled interpreter for all group sizes and layers."""
-    return jax.jit(lambda x, w, sizes, layer: tpu.grouped_matmul(x, w, sizes, layer, None, INTERPRET))
+    return jax.jit(
+        lambda x, w, sizes, layer: tpu.grouped_matmul(x, w, sizes, layer, activation_dtype, INTERPRET)
+    )
 
 
 @st.composite
@@ -64,6 +68,48 @@ def test_any_group_sizes(sizes, layer):
     actual = np.asarray(program()(jnp.asarray(x), w, jnp.asarray(sizes), jnp.int32(layer)))
     np.testing.assert_allclose(actual, by_hand(x, w, layer, sizes), rtol=1e-5, atol=2e-5)
     np.testing.assert_array_equal(actual[sizes.sum() :], 0)
+
+
+CASE = (LAYERS, EXPERTS, INPUTS, OUTPUTS, ROWS)
+
+
+@settings(max_examples=10)
+@given(case=mxfp4_cases.cases(CASE, 32), rounded=st.booleans())
+def test_any_groups_and_scales(case, rounded):
+    found = program(jnp.float8_e4m3fn if rounded else None)(*case.arguments("packed_kn"))
+    case.check_product(found, rounded)
+
+
+@pytest.mark.slow
+@settings(max_examples=30)
+@given(
+    case=mxfp4_cases.cases(CASE, 32),
+    rounded=st.booleans(),
+    layout=st.sampled_from(LAYOUTS),
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
+)
+def test_any_groups_and_scales_in_both_layouts(case, rounded, layout, dtype):
+    found = program(jnp.float8_e4m3fn if rounded else None)(*case.arguments(layout, dtype))
+    case.check_product(found, rounded)
+
+
+@functools.cache
+def glu_program(activation_dtype):
+    return jax.jit(
+        lambda x, gate, up, sizes, layer: tpu.grouped_glu(
+            x, gate, up, sizes, SITU, layer, activation_dtype, INTERPRET
+        )
+    )
+
+
+@pytest.mark.slow
+@settings(max_examples=20)
+@given(case=mxfp4_cases.cases(CASE, 32, USUAL), up=mxfp4_cases.cases(CASE, 32, USUAL), rounded=st.booleans())
+def test_gated_products_of_any_groups(case, up, rounded):
+    x, gate, sizes, layer = case.arguments("packed_kn")
+    up = up._replace(sizes=case.sizes, layer=case.layer)
+    run = glu_program(jnp.float8_e4m3fn if rounded else None)
+    case.check_glu(run(x, gate, up.weight("packed_kn"), sizes, layer), up, rounded)
 
 
 _planned = jax.jit(plan_visits, static_argnums=(1, 2))

@@ -5,15 +5,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from moe28t_jax import __version__
 from moe28t_jax.cli.chat import EFFORTS, run_chat
+from moe28t_jax.cli.checkpoints import (
+    add_convert_options,
+    add_fake_checkpoint_options,
+    run_checksums,
+    run_convert,
+    run_fake_checkpoint,
+)
 from moe28t_jax.cli.common import device_failure
+from moe28t_jax.cli.compile import add_compile_options, run_compile
 from moe28t_jax.cli.demo import IMAGE_QUESTION, TOOL_QUESTION, run_demo
-from moe28t_jax.cli.files import run_convert, run_inspect, run_score
+from moe28t_jax.cli.files import run_inspect, run_score
 from moe28t_jax.cli.generate import run_generate
 from moe28t_jax.cli.plan import add_licence_options, add_plan_options, run_licence, run_plan
+from moe28t_jax.parallel.watch import HostError
 
 __all__ = ["main"]
 
@@ -26,22 +36,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        return options.run(options)
+        with _kernels(getattr(options, "kernels", None)):
+            return options.run(options)
     except (ValueError, NotImplementedError, FileNotFoundError, PermissionError, IsADirectoryError) as error:
-        print(f"moe28t {options.command}: {_sentence(error)}", file=sys.stderr)
-        return 2
-    except (OSError, FloatingPointError) as error:
-        print(f"moe28t {options.command}: {_sentence(error)}", file=sys.stderr)
-        return 1
+        return _failed(options, _sentence(error), 2)
+    except (OSError, FloatingPointError, HostError) as error:
+        return _failed(options, _sentence(error), 1)
     except (RuntimeError, MemoryError) as error:
         sentence = device_failure(error)
         if sentence is None:
             raise
-        print(f"moe28t {options.command}: {sentence}", file=sys.stderr)
-        return 1
+        return _failed(options, sentence, 1)
     except KeyboardInterrupt:
         print(f"\nmoe28t {options.command}: interrupted.", file=sys.stderr)
         return 130
+
+
+def _kernels(name: str | None) -> AbstractContextManager[None]:
+    if name is None:
+        return nullcontext()
+    from pallas_kernels._dispatch import prefer
+
+    return prefer(name)
+
+
+def _failed(options: argparse.Namespace, sentence: str, status: int) -> int:
+    print(f"moe28t {options.command}: {sentence}", file=sys.stderr)
+    startup = sys.modules.get("moe28t_jax.parallel.startup")
+    if startup is not None:
+        startup.tell_failure(sentence)
+    return status
 
 
 def _sentence(error: Exception) -> str:
@@ -76,7 +100,12 @@ def _parser() -> argparse.ArgumentParser:
         help="override a configuration field, for example dsa.top_k=1024; may be repeated",
     )  # fmt: skip
     loaded = argparse.ArgumentParser(add_help=False)
-    loaded.add_argument("--model", default="nano", help="checkpoint folder, or nano (default)")
+    loaded.add_argument(
+        "--model", default="nano", help="checkpoint folder, s3:// or gs:// address, or nano (default)"
+    )
+    loaded.add_argument(
+        "--accept-licence", metavar="SHA256", help="load weights whose licence is not known and has this hash"
+    )
     loaded.add_argument(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float32"),
         help="activations and dense weights; auto (default) is float32 on CPU and bfloat16 elsewhere",
@@ -84,6 +113,10 @@ def _parser() -> argparse.ArgumentParser:
     loaded.add_argument(
         "--max-context", type=_positive, metavar="TOKENS",
         help="longest sequence; default the model's own limit",
+    )  # fmt: skip
+    loaded.add_argument(
+        "--kernels", choices=("tpu", "gpu"),
+        help="try these kernels first, which are compiled and tested for their chips but have not run on one",
     )  # fmt: skip
     sampled = argparse.ArgumentParser(add_help=False)
     sampled.add_argument(
@@ -179,6 +212,13 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add_plan_options(plan, _positive)
 
+    compiled = add(
+        "compile", run_compile, "compile a step for a deployment that is not there; say what it needs and moves",
+        ["--mesh tpu7x-4x4x2", "--mesh v5p-4x4x8 --phase prefill --json", "--mesh my.toml --batch 1 --context 1048576"],
+        json_option, settings,
+    )  # fmt: skip
+    add_compile_options(compiled, _positive)
+
     licence = add(
         "licence", run_licence, "say whether the licence of a checkpoint allows a use, and accept one by hash",
         ["path/to/checkpoint", "LICENSE --maas --revenue 3e7 --json"], json_option,
@@ -186,17 +226,24 @@ def _parser() -> argparse.ArgumentParser:
     add_licence_options(licence)
 
     convert = add(
-        "convert", run_convert, "round a checkpoint's experts to MXFP4, or unpack them",
-        ["path/to/checkpoint packed", "nano unpacked --to bfloat16"], json_option,
+        "convert", run_convert, "round a checkpoint's experts to MXFP4, unpack them, or change to and from Orbax",
+        ["path/to/checkpoint packed", "nano unpacked --to bfloat16", "path/to/checkpoint sharded --to orbax"],
+        json_option,
     )  # fmt: skip
-    convert.add_argument("source", type=Path, help="checkpoint folder or file, or nano")
-    convert.add_argument("target", type=Path, help="folder to write")
-    convert.add_argument(
-        "--to", choices=("mxfp4", "bfloat16"), default="mxfp4", help="what experts become; default mxfp4"
-    )
-    convert.add_argument(
-        "--overwrite", action="store_true", help="replace a checkpoint that is in the target folder"
-    )
+    add_convert_options(convert)
+
+    fake = add(
+        "fake-checkpoint", run_fake_checkpoint, "write a checkpoint with drawn weights in the public layout",
+        ["--preset moe28t --layers 4 --experts 32 --out small", "--preset kimi-k3 --layers 2 --out two --json"],
+        json_option, settings,
+    )  # fmt: skip
+    add_fake_checkpoint_options(fake, _positive)
+
+    checksums = add(
+        "checksums", run_checksums, "write the checksums of a checkpoint's tensors beside them",
+        ["path/to/checkpoint"], json_option,
+    )  # fmt: skip
+    checksums.add_argument("folder", type=Path, help="checkpoint folder")
 
     score = add(
         "score", run_score, "bits per byte of text files",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -48,6 +49,12 @@ def device_failure(error: BaseException) -> str | None:
 
 def load_model(options: argparse.Namespace) -> Any:
     """The model that `--model`, `--dtype`, `--max-context` and `--set` name, with a progress bar on a terminal."""
+    from moe28t_jax.parallel.startup import initialize_distributed
+
+    # Every process of a program on several hosts runs the same command; the first one speaks for all.
+    if not initialize_distributed().is_first:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
     import jax
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -67,6 +74,7 @@ def load_model(options: argparse.Namespace) -> Any:
             max_context=options.max_context,
             overrides=overrides(options),
             progress=progress,
+            accept_licence=options.accept_licence,
         )
 
 

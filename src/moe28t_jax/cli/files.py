@@ -1,11 +1,10 @@
-"""`moe28t inspect`, `convert` and `score`: what is done with folders and files."""
+"""`moe28t inspect` and `score`: what is read from folders and files."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,43 +21,6 @@ def run_inspect(options: argparse.Namespace) -> int:
         print(json.dumps(report.to_json(), ensure_ascii=False))
     else:
         report.print(tensors=options.tensors)
-    return 0
-
-
-def run_convert(options: argparse.Namespace) -> int:
-    """Run `moe28t convert`."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from moe28t_jax.weights import convert
-
-    source = options.source
-    if str(source) == "nano" and not source.exists():
-        from moe28t_jax.api import shipped_folder
-
-        source = shipped_folder("nano")
-    # An unfinished conversion leaves no target, so going on with it needs no --overwrite.
-    if not options.overwrite and (options.target / "config.json").is_file():
-        same = options.target.resolve() == source.resolve()
-        if not same:
-            fail(
-                f"{str(options.target)!r} holds a checkpoint already; choose another folder, or replace it with "
-                "--overwrite."
-            )
-    started = time.perf_counter()
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        convert(source, options.target, to=options.to, progress=progress)
-    size = sum(file.stat().st_size for file in options.target.iterdir() if file.is_file())
-    if options.json:
-        result = {
-            "target": str(options.target),
-            "bytes": size,
-            "seconds": round(time.perf_counter() - started, 2),
-        }
-        print(json.dumps(result))
-    else:
-        print(f"Wrote {options.target} ({size:,} bytes).")
     return 0
 
 

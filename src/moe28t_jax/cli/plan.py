@@ -56,14 +56,19 @@ def run_licence(options: argparse.Namespace) -> int:
     """Run `moe28t licence`; exit status 1 where the weights may not be loaded for this use."""
     from moe28t_jax.planning import UsageProfile, accept, check_licence
 
+    path = options.path
+    if str(path) == "nano" and not path.exists():
+        from moe28t_jax.api import shipped_folder
+
+        path = shipped_folder("nano")
     if options.accept is not None:
-        accept(options.path, options.accept)
+        accept(path, options.accept)
     profile = UsageProfile(
         internal=options.internal, official=options.official, commercial=not options.non_commercial,
         model_as_a_service=options.maas, revenue_12_months=options.revenue,
         monthly_revenue=options.monthly_revenue, monthly_active_users=options.monthly_users,
     )  # fmt: skip
-    result = check_licence(options.path, profile)
+    result = check_licence(path, profile)
     if options.json:
         print(json_text(result.to_json()))
     else:
@@ -118,7 +123,7 @@ def add_plan_options(command: argparse.ArgumentParser, positive: Any) -> None:
 
 def add_licence_options(command: argparse.ArgumentParser) -> None:
     """The options of `moe28t licence`."""
-    command.add_argument("path", type=Path, help="checkpoint folder, or a licence file")
+    command.add_argument("path", type=Path, help="checkpoint folder, a licence file, or nano")
     command.add_argument(
         "--accept", metavar="SHA256", help="remember that you accept the text with this hash"
     )

@@ -31,6 +31,11 @@ class Chip:
     domain: int
 
     @property
+    def cache_lanes(self) -> int:
+        """Of how many channels a row of latents takes a multiple; a TPU's memory holds whole rows of lanes."""
+        return 128 if self.wiring == "torus" else 1
+
+    @property
     def compute_flops(self) -> float:
         """Peak of the dtype that the matmuls run in, bfloat16: MXFP4 weights are unpacked to it."""
         return self.peak_flops["bfloat16"]

@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import gcd, prod
 from typing import Literal
 
-from moe28t_jax.config import ModelConfig, Parameter, declare_globals, declare_layer, declare_vision
+from moe28t_jax.config import ModelConfig, Parameter, declare_globals, declare_layer, declare_vision, segments
 
 Division = Literal["experts", "tensor", "replicated"]
 LayerKind = tuple[str, str]
@@ -58,17 +58,18 @@ Part = dict[Division, Amount]
 
 @dataclass(frozen=True)
 class Inventory:
-    """Layers by kind, the parts outside the layers, and what must divide: (what, size, mesh axes)."""
+    """Layers by kind, the parts outside the layers (tables: those of which a token reads a row or nothing), and what
+    must divide: (what, size, mesh axes)."""
 
     layers: Mapping[LayerKind, Part]
-    first: Part
-    last: Part
+    tables: Part
+    head: Part
     constraints: tuple[tuple[str, int, tuple[str, ...]], ...]
 
 
 @lru_cache(maxsize=8)
 def inventory(config: ModelConfig) -> Inventory:
-    """Sort every declared parameter. Image tower and embedding go to the first pipeline stage, the head to the last."""
+    """Sort every declared parameter."""
     constraints: dict[tuple[str, int, tuple[str, ...]], None] = {}
     for name, section in (("KDA heads", config.kda), ("attention heads", config.mla)):
         if section is not None:
@@ -87,9 +88,9 @@ def inventory(config: ModelConfig) -> Inventory:
     layers = {kind: part(declare_layer(config, layer)) for kind, layer in kinds.items()}
     outside = declare_globals(config)
     vision = declare_vision(config.vision, config.hidden_size) if config.vision is not None else ()
-    first = part([*(p for p in outside if p.group == "embedding"), *vision])
-    last = part(p for p in outside if p.group != "embedding")
-    return Inventory(layers, first, last, tuple(constraints))
+    tables = part([*(p for p in outside if p.group == "embedding"), *vision])
+    head = part(p for p in outside if p.group != "embedding")
+    return Inventory(layers, tables, head, tuple(constraints))
 
 
 def _division(parameter: Parameter, constraints: dict[tuple[str, int, tuple[str, ...]], None]) -> Division:
@@ -116,21 +117,17 @@ def _amount(parameter: Parameter, config: ModelConfig) -> Amount:
 @lru_cache(maxsize=8)
 def total(config: ModelConfig) -> Part:
     """The whole model by division; its stored bytes sum to `parameter_count().stored_bytes`."""
-    result: Part = {division: Amount() for division in DIVISIONS}
-    for stage in stages(config, 1):
-        for division, amount in stage.part.items():
-            result[division] += amount
-    return result
+    return held(config, 1).part
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of consecutive layers: how many of each kind, and their parameters with those of its ends."""
+    """Layers that one device runs: how many of each kind, and their parameters. ends: with embedding, head and image
+    tower."""
 
     layers: Mapping[LayerKind, int]
     part: Part
-    is_first: bool
-    is_last: bool
+    ends: bool
 
     @property
     def num_layers(self) -> int:
@@ -138,28 +135,59 @@ class Stage:
 
 
 @lru_cache(maxsize=256)
-def stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
-    """Cut the layers into `count` runs of nearly equal length. Raises ValueError where there are fewer layers."""
-    if count > config.num_layers:
+def stages(config: ModelConfig, count: int) -> tuple[Stage, Stage | None]:
+    """What `count` pipeline stages are made of: the share of each, and what all of them run alike (None with one stage,
+    which has everything).
+
+    Only the layers that repeat (`config.segments`) are divided; those before and after them, embedding, head and image
+    tower are on every stage. Raises ValueError where the stages do not divide the repeats.
+    """
+    everything = range(config.num_layers)
+    if count == 1:
+        return _stage(config, everything, True), None
+    repeated = [segment for segment in segments(config, True) if segment.repeats > 1]
+    if not repeated or any(segment.repeats % count for segment in repeated):
+        repeats = " and ".join(str(segment.repeats) for segment in repeated) or "no"
         raise ValueError(
-            f"The mesh has {count} pipeline stages and the model {config.num_layers} layers; take at most that many."
+            f"The mesh has {count} pipeline stages, which do not divide the {repeats} repeats of the model's "
+            f"{config.num_layers} layers; take another size for the axis stage."
         )
+    # Every stage has the same kinds: each repeat is one whole period.
+    own = [
+        segment.layer(repeat, position)
+        for segment in repeated
+        for repeat in range(segment.repeats // count)
+        for position in range(segment.period)
+    ]
+    divided = {
+        layer for segment in repeated for layer in range(segment.first, segment.first + segment.num_layers)
+    }
+    alike = [layer for layer in everything if layer not in divided]
+    return _stage(config, own, False), _stage(config, alike, True)
+
+
+@lru_cache(maxsize=256)
+def held(config: ModelConfig, count: int) -> Stage:
+    """What a device of any of `count` pipeline stages holds."""
+    own, alike = stages(config, count)
+    if alike is None:
+        return own
+    layers = Counter(own.layers) + Counter(alike.layers)
+    return Stage(
+        dict(layers), {division: own.part[division] + alike.part[division] for division in DIVISIONS}, True
+    )
+
+
+def _stage(config: ModelConfig, numbers: Iterable[int], ends: bool) -> Stage:
+    layers: Counter[LayerKind] = Counter((config.attention_kinds[i], config.mlp_kinds[i]) for i in numbers)
     parts = inventory(config)
-    result = []
-    for index in range(count):
-        begin, end = (config.num_layers * i // count for i in (index, index + 1))
-        kinds = zip(config.attention_kinds[begin:end], config.mlp_kinds[begin:end], strict=True)
-        layers: Counter[LayerKind] = Counter(kinds)
-        part: Part = {division: Amount() for division in DIVISIONS}
-        for division in DIVISIONS:
-            for kind, number in layers.items():
-                part[division] += parts.layers[kind][division] * number
-            if index == 0:
-                part[division] += parts.first[division]
-            if index == count - 1:
-                part[division] += parts.last[division]
-        result.append(Stage(dict(layers), part, index == 0, index == count - 1))
-    return tuple(result)
+    part: Part = {division: Amount() for division in DIVISIONS}
+    for division in DIVISIONS:
+        for kind, number in layers.items():
+            part[division] += parts.layers[kind][division] * number
+        if ends:
+            part[division] += parts.tables[division] + parts.head[division]
+    return Stage(dict(layers), part, ends)
 
 
 def check_divides(config: ModelConfig, axes: Mapping[str, int]) -> None:
@@ -174,15 +202,17 @@ def check_divides(config: ModelConfig, axes: Mapping[str, int]) -> None:
 
 def divides(config: ModelConfig, axes: Mapping[str, int]) -> bool:
     """Whether `check_divides` and `stages` accept the mesh axes."""
-    divisors, layers = _divisors(config)
-    return axes["stage"] <= layers and all(
+    divisors, repeats = _divisors(config)
+    return (axes["stage"] == 1 or (repeats > 0 and repeats % axes["stage"] == 0)) and all(
         divisor % prod(axes[axis] for axis in mesh_axes) == 0 for mesh_axes, divisor in divisors
     )
 
 
 @lru_cache(maxsize=8)
 def _divisors(config: ModelConfig) -> tuple[tuple[tuple[tuple[str, ...], int], ...], int]:
+    """What the sizes along each set of mesh axes have in common, and the repeats of layers (0 for none)."""
     found: dict[tuple[str, ...], int] = {}
     for _, size, mesh_axes in inventory(config).constraints:
         found[mesh_axes] = gcd(found.get(mesh_axes, 0), size)
-    return tuple(found.items()), config.num_layers
+    repeats = gcd(*(segment.repeats for segment in segments(config, True) if segment.repeats > 1))
+    return tuple(found.items()), repeats

@@ -2,18 +2,18 @@
 
 The division is that of the mesh axes: experts over `expert` x `tensor` folded; other matrices over `tensor`; recurrent
 states by head over `tensor`; rows over `data` and, like long rows' tokens, over `expert`; tokens over `context`; layers
-over `stage`. Whatever an axis does not divide, it repeats.
+that repeat over `stage`. Whatever an axis does not divide, it repeats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
 from moe28t_jax.config import ModelConfig
-from moe28t_jax.planning.inventory import DIVISIONS, Division, LayerKind, Stage, stages
+from moe28t_jax.planning.inventory import DIVISIONS, Division, LayerKind, Stage, held, stages
 
 Phase = Literal["prefill", "decode", "train"]
 Rows = Literal["batch", "context"]
@@ -42,15 +42,17 @@ class StateBytes:
         return self.recurrent + self.window + self.latents + self.index_keys
 
 
-def state_bytes(config: ModelConfig, context: int) -> StateBytes:
-    """The hybrid cache of one sequence of `context` tokens (bfloat16; recurrent states float32)."""
+def state_bytes(config: ModelConfig, context: int, lanes: int = 1) -> StateBytes:
+    """The hybrid cache of one sequence of `context` tokens (bfloat16; recurrent states float32); rows of latents take a
+    multiple of `lanes` channels."""
     counts = {kind: config.attention_kinds.count(kind) for kind in ("kda", "mla", "dsa")}
     recurrent = window = latents = keys = 0
     if config.kda is not None:
         recurrent = counts["kda"] * config.kda.size * config.kda.head_dim * FLOAT32
         window = counts["kda"] * (config.kda.conv_size - 1) * 3 * config.kda.size * CACHE_BYTES
     if config.mla is not None:
-        latents = (counts["mla"] + counts["dsa"]) * context * config.mla.latent_dim * CACHE_BYTES
+        channels = ceil_div(config.mla.latent_dim, lanes) * lanes
+        latents = (counts["mla"] + counts["dsa"]) * context * channels * CACHE_BYTES
     if config.dsa is not None:
         keys = counts["dsa"] * context * config.dsa.head_dim * CACHE_BYTES
     return StateBytes(recurrent, window, latents, keys)
@@ -63,8 +65,8 @@ class Work:
     context: tokens of a whole row. rows: whose state it holds. cached: how many tokens of each row it holds. tokens:
     how many new tokens its dense layers see in one step. group_tokens: how many go through the experts that it shares
     with its expert x tensor group. routed: rows that its own experts receive on average; routed_bound: the most they
-    can receive. head_rows: rows of logits. microbatches: how often a pipeline stage runs per step; step_tokens: tokens
-    of the whole mesh per step.
+    can receive. head_rows: rows of logits. microbatches: how often a pipeline stage has work per step, each time for so
+    many tokens; step_tokens: tokens of the whole mesh per step. lanes: see `state_bytes`.
     """
 
     phase: Phase
@@ -79,6 +81,16 @@ class Work:
     head_rows: int
     microbatches: int
     step_tokens: int
+    lanes: int
+
+    @property
+    def whole(self) -> Work:
+        """The same, all microbatches at once."""
+        count = self.microbatches
+        return replace(
+            self, tokens=self.tokens * count, group_tokens=self.group_tokens * count, routed=self.routed * count,
+            routed_bound=self.routed_bound * count, head_rows=self.head_rows * count, microbatches=1,
+        )  # fmt: skip
 
 
 def divide_work(
@@ -89,6 +101,7 @@ def divide_work(
     context: int,
     chunk: int,
     spread: Rows,
+    lanes: int = 1,
 ) -> Work:
     """Rows and tokens of the busiest device. `spread`: whether `expert` carries rows or the tokens of long rows; decode
     may do either, a prefill chunk is always divided by tokens, and training by rows."""
@@ -98,11 +111,10 @@ def divide_work(
     cached = ceil_div(context, context_axis * as_tokens)
     microbatches = 1
     if phase == "decode":
-        # Stages work on different parts of the batch at the same time.
-        microbatches = min(stage, batch)
-        part = ceil_div(batch, microbatches)
-        tokens = head_rows = ceil_div(part, data * as_rows)
-        group = ceil_div(part, data)
+        # Stages work on different rows of a device at the same time.
+        microbatches = min(stage, rows)
+        tokens = head_rows = ceil_div(rows, microbatches)
+        group = min(tokens * as_rows, ceil_div(batch, data))
         step_tokens = batch
     elif phase == "prefill":
         new = min(chunk, context)
@@ -136,6 +148,7 @@ def divide_work(
         head_rows,
         microbatches,
         step_tokens,
+        lanes,
     )
 
 
@@ -192,7 +205,7 @@ def cache_bytes(config: ModelConfig, stage: Stage, axes: Mapping[str, int], work
             per_row = channels * (kda.head_dim * FLOAT32 + (kda.conv_size - 1) * 3 * CACHE_BYTES)
         else:
             assert config.mla is not None
-            width = config.mla.latent_dim
+            width = ceil_div(config.mla.latent_dim, work.lanes) * work.lanes
             if attention == "dsa":
                 assert config.dsa is not None
                 width += config.dsa.head_dim
@@ -236,36 +249,34 @@ def layer_temporaries(
     return first, n * (2 * width * a + moe.num_experts * FLOAT32) + routed + shared
 
 
-def activation_bytes(config: ModelConfig, stage: Stage, axes: Mapping[str, int], work: Work) -> int:
+def activation_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
     """The residual stream with its snapshots, the largest layer's temporaries, logits; in training what is kept for
     the backward pass (one input per layer, the rest is computed again) and the gradients of one layer's arrays."""
-    stream = work.tokens * config.hidden_size * ACTIVATION_BYTES
-    layer = max(max(layer_temporaries(config, kind, axes, work)) for kind in stage.layers)
-    logits = 0
-    if stage.is_last:
-        logits = work.head_rows * ceil_div(config.vocab_size, axes["tensor"]) * FLOAT32
-    live = (config.num_snapshots + 3) * stream + layer + logits
+    own, alike = stages(config, axes["stage"])
+    live = max(
+        _live_bytes(config, stage, axes, given)
+        for stage, given in ((own, work), (alike, work.whole))
+        if stage is not None
+    )
     if work.phase != "train":
         return live
-    in_flight = min(axes["stage"], work.microbatches)
-    return 2 * live + in_flight * stage.num_layers * stream
+    stream = work.tokens * config.hidden_size * ACTIVATION_BYTES
+    kept = own.num_layers * min(axes["stage"], work.microbatches)
+    if alike is not None:
+        kept += alike.num_layers * work.microbatches
+    return 2 * live + kept * stream
 
 
-def device_bytes(
-    config: ModelConfig, axes: Mapping[str, int], work: Work, limit: int
-) -> tuple[DeviceBytes, ...]:
-    """Bytes of one device of every pipeline stage, in order."""
-    result = []
-    for stage in stages(config, axes["stage"]):
-        state = (
-            optimizer_bytes(stage, axes) if work.phase == "train" else cache_bytes(config, stage, axes, work)
-        )
-        result.append(
-            DeviceBytes(
-                sum(weight_bytes(stage, axes).values()),
-                state,
-                activation_bytes(config, stage, axes, work),
-                limit,
-            )
-        )
-    return tuple(result)
+def _live_bytes(config: ModelConfig, stage: Stage, axes: Mapping[str, int], work: Work) -> int:
+    stream = work.tokens * config.hidden_size * ACTIVATION_BYTES
+    layer = max((max(layer_temporaries(config, kind, axes, work)) for kind in stage.layers), default=0)
+    logits = work.head_rows * ceil_div(config.vocab_size, axes["tensor"]) * FLOAT32 if stage.ends else 0
+    return (config.num_snapshots + 3) * stream + layer + logits
+
+
+def device_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work, limit: int) -> DeviceBytes:
+    """Bytes of one device, the same on every pipeline stage."""
+    stage = held(config, axes["stage"])
+    state = optimizer_bytes(stage, axes) if work.phase == "train" else cache_bytes(config, stage, axes, work)
+    weights = sum(weight_bytes(stage, axes).values())
+    return DeviceBytes(weights, state, activation_bytes(config, axes, work), limit)

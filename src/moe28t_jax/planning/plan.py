@@ -10,7 +10,7 @@ from typing import Any
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.parallel.mesh_file import AXES, MAX_TENSOR, MeshFile
 from moe28t_jax.planning.chips import Chip, chip
-from moe28t_jax.planning.inventory import check_divides, divides, stages, total
+from moe28t_jax.planning.inventory import check_divides, divides, held, stages, total
 from moe28t_jax.planning.memory import (
     PHASES,
     DeviceBytes,
@@ -40,9 +40,9 @@ class Plan:
     """The planner's answer for one model on one mesh; sizes in bytes, times in seconds.
 
     weights_bytes: all tensors as stored, vision included. naive_weights_bytes: the rough figure, 0.5 byte a parameter.
-    per_device: of the device that holds most. stages: the same for every pipeline stage. work: its rows and tokens.
-    step: the roofline of this phase. decode_step: of a decode step at the same batch and context (None in training).
-    average_interval: seconds between two steps, averaged over the prompt in prefill.
+    per_device: of the device that holds most. work: its rows and tokens. step: the roofline of this phase. decode_step:
+    of a decode step at the same batch and context (None in training). average_seconds: of a step, averaged over the
+    prompt in prefill.
     """
 
     model: str
@@ -56,16 +56,12 @@ class Plan:
     weights_bytes: int
     parameters: int
     state_per_sequence: StateBytes
-    stages: tuple[DeviceBytes, ...]
+    per_device: DeviceBytes
     work: Work
     step: Roofline
     decode_step: Roofline | None
-    average_interval: float
+    average_seconds: float
     prices: Prices
-
-    @property
-    def per_device(self) -> DeviceBytes:
-        return max(self.stages, key=lambda stage: stage.total)
 
     @property
     def fits(self) -> bool:
@@ -83,12 +79,12 @@ class Plan:
     @property
     def tokens_per_second(self) -> float:
         """Of the whole mesh: generated in decode, read in prefill (averaged over the prompt), trained on."""
-        return self.work.step_tokens / self.average_interval
+        return self.work.step_tokens / self.average_seconds
 
     @property
     def serial_tokens_per_second(self) -> float:
         """Of the whole mesh if nothing overlapped: what the search goes by, since no program overlaps everything."""
-        return self.work.step_tokens / self.step.serial_interval
+        return self.work.step_tokens / self.step.serial_seconds
 
     @property
     def price_per_hour(self) -> float | None:
@@ -104,8 +100,7 @@ class Plan:
     @property
     def replication(self) -> float:
         """How often the mesh holds each byte of the weights, on average."""
-        per_stage = self.mesh.devices // self.mesh.axes["stage"]
-        return sum(stage.weights for stage in self.stages) * per_stage / self.weights_bytes
+        return self.per_device.weights * self.mesh.devices / self.weights_bytes
 
     @property
     def verdict(self) -> str:
@@ -141,14 +136,15 @@ class Plan:
             f"memory in all: {self.mesh.devices} devices x {gigabytes(self.per_device.limit)} = {gigabytes(fleet)} "
             f"{relation} weights {gigabytes(self.weights_bytes)}"
         )
-        index = max(range(len(self.stages)), key=lambda i: self.stages[i].total)
-        stage = stages(self.config, axes["stage"])[index]
-        held = weight_bytes(stage, axes)
+        stage = held(self.config, axes["stage"])
+        parts = weight_bytes(stage, axes)
         ranks = axes["expert"] * axes["tensor"]
-        of = f" of stage {index + 1} of {len(self.stages)}" if len(self.stages) > 1 else ""
+        of = ""
+        if axes["stage"] > 1:
+            of = f" ({stage.num_layers} of {self.config.num_layers} layers, embedding and head)"
         lines.append(
-            f"weights of a device{of}: experts / {ranks} = {gigabytes(held['experts'])}, + / {axes['tensor']} = "
-            f"{gigabytes(held['tensor'])}, + repeated {gigabytes(held['replicated'])} = "
+            f"weights of a device{of}: experts / {ranks} = {gigabytes(parts['experts'])}, + / {axes['tensor']} = "
+            f"{gigabytes(parts['tensor'])}, + repeated {gigabytes(parts['replicated'])} = "
             f"{gigabytes(self.per_device.weights)}"
         )
         if self.phase == "train":
@@ -250,7 +246,7 @@ def make_plan(
     batch = mesh.batch if batch is None else batch
     context = mesh.context if context is None else context
     device = _check(config, mesh, phase, batch, context, chunk)
-    work, held = _divide(config, mesh, device, phase, batch, context, chunk)
+    work, per_device = _divide(config, mesh, device, phase, batch, context, chunk)
     step = roofline(config, mesh, device, work)
     decode = None
     if phase == "decode":
@@ -258,16 +254,17 @@ def make_plan(
     elif phase == "prefill":
         decode_work, _ = _divide(config, mesh, device, "decode", batch, context, chunk)
         decode = roofline(config, mesh, device, decode_work)
-    average = step.interval
+    average = step.seconds
     if phase == "prefill" and context > chunk:
         # The last chunk sees the whole prompt, the middle one half of it; time grows linearly between.
-        half = divide_work(config, mesh.axes, phase, batch, max(chunk, context // 2), chunk, work.spread)
-        average = roofline(config, mesh, device, half).interval
+        middle = max(chunk, context // 2)
+        half = divide_work(config, mesh.axes, phase, batch, middle, chunk, work.spread, device.cache_lanes)
+        average = roofline(config, mesh, device, half).seconds
     parts = total(config).values()
     return Plan(
         model, config, mesh, device, phase, batch, context, chunk,
         sum(part.stored_bytes for part in parts), sum(part.parameters for part in parts),
-        state_bytes(config, context), held, work, step, decode, average,
+        state_bytes(config, context, device.cache_lanes), per_device, work, step, decode, average,
         load_prices() if prices is None else prices,
     )  # fmt: skip
 
@@ -281,13 +278,13 @@ _SPREADS: Mapping[Phase, tuple[Rows, ...]] = {
 
 def _divide(
     config: ModelConfig, mesh: MeshFile, device: Chip, phase: Phase, batch: int, context: int, chunk: int
-) -> tuple[Work, tuple[DeviceBytes, ...]]:
+) -> tuple[Work, DeviceBytes]:
     """The work of a device and what it holds, `expert` used in the way that takes less memory."""
     choices = []
     for spread in _SPREADS[phase]:
-        work = divide_work(config, mesh.axes, phase, batch, context, chunk, spread)
+        work = divide_work(config, mesh.axes, phase, batch, context, chunk, spread, device.cache_lanes)
         choices.append((work, device_bytes(config, mesh.axes, work, device.memory_bytes)))
-    return min(choices, key=lambda choice: max(stage.total for stage in choice[1]))
+    return min(choices, key=lambda choice: choice[1].total)
 
 
 def _check(config: ModelConfig, mesh: MeshFile, phase: Phase, batch: int, context: int, chunk: int) -> Chip:
@@ -334,12 +331,12 @@ def search(
     _check_independent(config, device, phase, batch, context, chunk)
     best: tuple[tuple[bool, float, int], MeshFile] | None = None
     for mesh in _meshes(config, device, chips, batch, context):
-        work, held = _divide(config, mesh, device, phase, batch, context, chunk)
-        largest = max(stage.total for stage in held)
-        fits = largest <= device.memory_bytes
+        work, per_device = _divide(config, mesh, device, phase, batch, context, chunk)
         # The time of a mesh that does not fit says nothing.
-        rate = work.step_tokens / roofline(config, mesh, device, work).serial_interval if fits else 0.0
-        score = (fits, rate, -largest)
+        rate = (
+            work.step_tokens / roofline(config, mesh, device, work).serial_seconds if per_device.fits else 0.0
+        )
+        score = (per_device.fits, rate, -per_device.total)
         if best is None or score > best[0]:
             best = score, mesh
     if best is None:

@@ -12,7 +12,7 @@ from math import prod
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.parallel.mesh_file import MeshFile
 from moe28t_jax.planning.chips import Chip
-from moe28t_jax.planning.inventory import LayerKind, Stage, inventory, stages
+from moe28t_jax.planning.inventory import LayerKind, Stage, held, inventory, stages
 from moe28t_jax.planning.memory import (
     ACTIVATION_BYTES,
     CACHE_BYTES,
@@ -52,17 +52,15 @@ class Cost:
 
 @dataclass(frozen=True)
 class Roofline:
-    """seconds: least time of a step. interval: of a steady pipeline, between two steps. cost: what a step consists of,
-    summed over pipeline stages. bound: the resource that takes most of it."""
+    """seconds: least time of a step. cost: its parts, one after the other. bound: what takes most of it."""
 
     seconds: float
-    interval: float
     cost: Cost
 
     @property
-    def serial_interval(self) -> float:
-        """`interval` if nothing overlapped."""
-        return self.interval * (self.cost.hbm + self.cost.flop + self.cost.interconnect) / self.seconds
+    def serial_seconds(self) -> float:
+        """`seconds` if nothing overlapped."""
+        return self.cost.hbm + self.cost.flop + self.cost.interconnect
 
     @property
     def bound(self) -> str:
@@ -72,25 +70,19 @@ class Roofline:
 def roofline(config: ModelConfig, mesh: MeshFile, chip: Chip, work: Work) -> Roofline:
     """Least seconds of one step of the whole mesh.
 
-    Decode and prefill pass the stages one after another. Meanwhile stages work on other parts of the batch (decode: as
-    many parts as stages, so that all rows advance one token per pass), on the next chunk (prefill) or microbatch.
+    Pipeline stages work at the same time on different microbatches (of decode: rows of the batch), each of which passes
+    all stages; the first and the last ones leave stages without work. What all stages run alike is run once.
     """
     wires = _Wires(mesh, chip)
-    costs = [
-        _stage_cost(config, stage, mesh.axes, chip, wires, work)
-        for stage in stages(config, mesh.axes["stage"])
-    ]
-    if work.phase != "train":
-        cost = sum(costs, Cost())
-        seconds = sum(each.seconds for each in costs)
-        interval = seconds if work.phase == "decode" else max(each.seconds for each in costs)
-        return Roofline(seconds, interval, cost)
+    own, alike = stages(config, mesh.axes["stage"])
+    each = _stage_cost(config, own, mesh.axes, chip, wires, work)
     runs = work.microbatches + mesh.axes["stage"] - 1
-    slowest = max(costs, key=lambda each: each.seconds)
-    updates = [_update_cost(stage, mesh.axes, chip, wires) for stage in stages(config, mesh.axes["stage"])]
-    update = max(updates, key=lambda each: each.seconds)
-    seconds = slowest.seconds * runs + update.seconds
-    return Roofline(seconds, seconds, slowest * runs + update)
+    parts = [each * runs]
+    if alike is not None:
+        parts.append(_stage_cost(config, alike, mesh.axes, chip, wires, work.whole))
+    if work.phase == "train":
+        parts.append(_update_cost(held(config, mesh.axes["stage"]), mesh.axes, chip, wires))
+    return Roofline(sum(part.seconds for part in parts), sum(parts, Cost()))
 
 
 class _Wires:
@@ -171,9 +163,9 @@ def _stage_cost(
             )
     # Attention residuals read the snapshots twice per layer, half of them on average.
     moving += stage.num_layers * 2.0 * (config.num_snapshots / 2 + 2) * stream
-    if axes["stage"] > 1:
+    if not stage.ends:
         sent += (1 + config.num_snapshots / 2) * stream / wires.ring("stage")
-    if stage.is_last:
+    if stage.ends:
         flops += 2.0 * work.head_rows * config.hidden_size * ceil_div(config.vocab_size, tensor)
     if train:
         # Forward, forward again for the backward pass, backward with twice the operations; no state is carried over.
@@ -186,8 +178,8 @@ def _weight_traffic(config: ModelConfig, stage: Stage, axes: Mapping[str, int], 
     """Each touched weight once: everything but the embedding table and the image tower, and of the experts those that
     at least one token chose."""
     stored = weight_bytes(stage, axes)
-    if stage.is_first:
-        for division, amount in inventory(config).first.items():
+    if stage.ends:
+        for division, amount in inventory(config).tables.items():
             stored[division] -= ceil_div(amount.stored_bytes, split(division, axes))
     touched = 1.0
     if config.moe is not None:
@@ -209,7 +201,7 @@ def _recurrent_bytes(config: ModelConfig, stage: Stage, axes: Mapping[str, int],
     """Recurrent states and convolution windows that a step reads and writes: of the rows it works on."""
     if not any(kind[0] == "kda" for kind in stage.layers):
         return 0.0
-    delta = Stage({kind: n for kind, n in stage.layers.items() if kind[0] == "kda"}, {}, False, False)
+    delta = Stage({kind: n for kind, n in stage.layers.items() if kind[0] == "kda"}, {}, False)
     whole = cache_bytes(config, delta, axes, work)
     return whole / work.rows * _working_rows(work)
 
@@ -242,12 +234,13 @@ def _attention(
         readings, kept_share = ceil_div(n, _QUERY_TILE), 1
         seen = work.context if work.phase == "prefill" else ceil_div(work.context, 2)
     pair = 2 * (mla.latent_dim + mla.kv_lora_rank)
+    row_bytes = ceil_div(mla.latent_dim, work.lanes) * work.lanes * CACHE_BYTES
     if kind[0] == "mla":
-        return float(readings * seen * mla.latent_dim * CACHE_BYTES), float(n * seen * heads * pair)
+        return float(readings * seen * row_bytes), float(n * seen * heads * pair)
     dsa = config.dsa
     assert dsa is not None
     kept = min(dsa.top_k, work.context) / kept_share
-    bytes_read = readings * seen * dsa.head_dim * CACHE_BYTES + n * kept * mla.latent_dim * CACHE_BYTES
+    bytes_read = readings * seen * dsa.head_dim * CACHE_BYTES + n * kept * row_bytes
     # The indexer is repeated over `tensor`, so that all of its devices select the same tokens.
     scoring = n * seen * 2 * dsa.num_heads * dsa.head_dim
     return float(bytes_read), float(scoring + n * kept * heads * pair)

@@ -1,0 +1,123 @@
+"""`moe28t convert`, `fake-checkpoint` and `checksums`: checkpoint folders that are written."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from moe28t_jax.cli.common import fail, json_text, overrides
+
+
+def _run(options: argparse.Namespace, action: Callable[[Any], None]) -> int:
+    """Do what writes `options.target`, with a progress bar on a terminal, and say what came out."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    started = time.perf_counter()
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        action(progress)
+    size = sum(file.stat().st_size for file in options.target.rglob("*") if file.is_file())
+    seconds = round(time.perf_counter() - started, 2)
+    if options.json:
+        print(json_text({"target": str(options.target), "bytes": size, "seconds": seconds}))
+    else:
+        print(f"Wrote {options.target} ({size:,} bytes).")
+    return 0
+
+
+def _check_free(options: argparse.Namespace) -> None:
+    # An unfinished conversion leaves no target, so going on with it needs no --overwrite.
+    if not options.overwrite and (options.target / "config.json").is_file():
+        fail(
+            f"{str(options.target)!r} holds a checkpoint already; choose another folder, or replace it with "
+            "--overwrite."
+        )
+
+
+def run_convert(options: argparse.Namespace) -> int:
+    """Run `moe28t convert`."""
+    from moe28t_jax.weights import convert, convert_to_orbax, export_orbax, is_orbax
+
+    source = options.source
+    if str(source) == "nano" and not source.exists():
+        from moe28t_jax.api import shipped_folder
+
+        source = shipped_folder("nano")
+    if options.target.resolve() != source.resolve():
+        _check_free(options)
+    if is_orbax(source):
+        if options.to == "orbax":
+            fail(f"{str(source)!r} is an Orbax checkpoint already; to move it, copy the folder.")
+        return _run(options, lambda progress: export_orbax(source, options.target, options.to, progress))
+    if options.to == "orbax":
+        return _run(options, lambda progress: convert_to_orbax(source, options.target, progress=progress))
+    return _run(options, lambda progress: convert(source, options.target, to=options.to, progress=progress))
+
+
+def add_convert_options(command: argparse.ArgumentParser) -> None:
+    """The options of `moe28t convert`."""
+    command.add_argument("source", type=Path, help="checkpoint folder or file, Orbax folder, or nano")
+    command.add_argument("target", type=Path, help="folder to write")
+    command.add_argument(
+        "--to", choices=("mxfp4", "bfloat16", "orbax"), default="mxfp4",
+        help="the public layout with experts as MXFP4 (default) or bfloat16, or Orbax with weights as they are",
+    )  # fmt: skip
+    command.add_argument(
+        "--overwrite", action="store_true", help="replace a checkpoint that is in the target folder"
+    )
+
+
+def run_fake_checkpoint(options: argparse.Namespace) -> int:
+    """Run `moe28t fake-checkpoint`."""
+    from moe28t_jax.config import ModelConfig
+    from moe28t_jax.weights import fake_checkpoint
+
+    config = ModelConfig.preset(options.preset).override(overrides(options))
+    if not options.shard_gigabytes > 0:
+        fail(f"--shard-gigabytes is {options.shard_gigabytes}; it must be more than 0.")
+    _check_free(options)
+
+    def action(progress: Any) -> None:
+        fake_checkpoint(
+            options.target, config, options.layers, options.experts, options.seed, not options.text_only,
+            round(options.shard_gigabytes * 1e9), progress,
+        )  # fmt: skip
+
+    return _run(options, action)
+
+
+def add_fake_checkpoint_options(command: argparse.ArgumentParser, positive: Any) -> None:
+    """The options of `moe28t fake-checkpoint`."""
+    command.add_argument("--preset", required=True, help="model to imitate, such as moe28t")
+    command.add_argument(
+        "--out", dest="target", type=Path, required=True, metavar="DIR", help="folder to write"
+    )
+    command.add_argument("--layers", type=positive, metavar="N", help="only the first so many; default all")
+    command.add_argument("--experts", type=positive, metavar="E", help="only so many per layer; default all")
+    command.add_argument("--seed", type=int, default=0, help="of the drawn weights; default 0")
+    command.add_argument("--text-only", action="store_true", help="leave out the image tower")
+    command.add_argument(
+        "--shard-gigabytes", type=float, default=5.0, metavar="GB", help="largest shard; default 5"
+    )
+    command.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is there")
+
+
+def run_checksums(options: argparse.Namespace) -> int:
+    """Run `moe28t checksums`."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from moe28t_jax.weights import write_checksums
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        count = write_checksums(options.folder, progress)
+    if options.json:
+        print(json_text({"folder": str(options.folder), "tensors": count}))
+    else:
+        print(f"Wrote the checksums of {count} tensors; streaming loads compare with them.")
+    return 0

@@ -1,0 +1,101 @@
+"""`moe28t compile`: a step compiled for a deployment that is not there."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from moe28t_jax.cli.common import fail, json_text, overrides
+
+
+def run_compile(options: argparse.Namespace) -> int:
+    """Run `moe28t compile`; exit status 1 where the program does not fit."""
+    from moe28t_jax.config import ModelConfig
+    from moe28t_jax.parallel.mesh_file import load_mesh_file
+    from moe28t_jax.planning.compile.topology import prepare_environment
+
+    config = ModelConfig.preset(options.preset).override(overrides(options))
+    if options.layers is not None:
+        if options.layers > config.num_layers:
+            fail(
+                f"--layers {options.layers} is more than the {config.num_layers} layers of {options.preset}."
+            )
+        config = config.override(
+            {
+                "attention_kinds": config.attention_kinds[: options.layers],
+                "mlp_kinds": config.mlp_kinds[: options.layers],
+            }
+        )
+    mesh = load_mesh_file(options.mesh)
+    # Before JAX starts, which reads them then.
+    prepare_environment(mesh)
+    if options.save is not None:
+        _keep_programs(options.save)
+
+    from moe28t_jax.planning.compile import compile_step
+
+    report = compile_step(
+        config, mesh, options.phase, options.batch, options.context, options.chunk,
+        explicit=not options.automatic, model=options.preset,
+    )  # fmt: skip
+    if options.text is not None:
+        options.text.write_text(report.text, encoding="utf-8")
+    if options.json:
+        print(
+            json_text(report.to_json() | ({"saved": str(options.save)} if options.save is not None else {}))
+        )
+    else:
+        from moe28t_jax.planning.compile.table import print_report
+
+        print_report(report)
+    return 0 if report.fits else 1
+
+
+def _keep_programs(folder: Path) -> None:
+    import jax
+
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def add_compile_options(command: argparse.ArgumentParser, positive: Any) -> None:
+    """The options of `moe28t compile`."""
+    command.add_argument("--preset", default="moe28t", help="model to compile; default moe28t")
+    command.add_argument(
+        "--mesh", required=True, metavar="FILE", help="mesh file, by path or by name (such as tpu7x-4x4x2)"
+    )
+    command.add_argument("--phase", choices=("prefill", "decode"), default="decode", help="default decode")
+    command.add_argument(
+        "--batch", type=positive, metavar="ROWS",
+        help="sequences; default the mesh file's, in prefill one per copy of the model",
+    )  # fmt: skip
+    command.add_argument(
+        "--context",
+        type=positive,
+        metavar="TOKENS",
+        help="tokens that a row can hold; default the mesh file's",
+    )
+    command.add_argument(
+        "--chunk",
+        type=positive,
+        default=8192,
+        metavar="TOKENS",
+        help="new tokens per prefill step; default 8192",
+    )
+    command.add_argument(
+        "--layers", type=positive, metavar="COUNT", help="compile the first layers only, for a quick look"
+    )
+    command.add_argument(
+        "--automatic", action="store_true",
+        help="leave the division to the compiler: no kernels, no explicit exchanges (to see what those are worth)",
+    )  # fmt: skip
+    command.add_argument(
+        "--save",
+        type=Path,
+        metavar="FOLDER",
+        help="keep the compiled program there, for JAX's compilation cache",
+    )
+    command.add_argument("--text", type=Path, metavar="FILE", help="write the compiled program's text")

@@ -1,0 +1,202 @@
+"""Compile a step for a deployment and say what the compiler made of it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from moe28t_jax.config import ModelConfig
+from moe28t_jax.parallel.mesh_file import MeshFile
+from moe28t_jax.planning.chips import chip
+from moe28t_jax.planning.compile.hlo import Module, parse
+from moe28t_jax.planning.compile.minimum import least_all_to_all_bytes, least_memory_bytes
+from moe28t_jax.planning.compile.traffic import Collective, Share, traffic
+from moe28t_jax.planning.compile.weights import Movement, Weight, movements
+
+CHUNK = 8192
+"""New tokens of a row in a prefill step, unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What the text of a compiled program tells, per device and run.
+
+    memory_bytes: main memory read and written. all_to_all_bytes: sent. weight_copies_in_loop: weights written to
+    memory again inside a loop over layers; weight_copies: outside of loops, whole stacks mostly. expert_gathers:
+    routed experts sent to devices that do not hold them. unpacked_experts: 4-bit weights that become floats in memory.
+    """
+
+    memory_bytes: int
+    collectives: dict[str, Collective]
+    all_to_all_bytes: int
+    weight_copies_in_loop: tuple[Movement, ...]
+    weight_copies: tuple[Movement, ...]
+    expert_gathers: tuple[Movement, ...]
+    unpacked_experts: tuple[Movement, ...]
+    largest: tuple[Share, ...]
+    unknown_loops: tuple[str, ...]
+    instructions: int
+
+
+def analyze(text: str, weights: Mapping[str, Weight], minimum_bytes: int = 1 << 20) -> Analysis:
+    """Read `compiled.as_text()`.
+
+    weights: which arguments are weights, by the names that they have in the function (`leaves[3]`), or by number as
+    text where the text names none. minimum_bytes: smaller movements of weights do not count.
+    """
+    module = parse(text)
+    moved = traffic(module)
+    found = movements(module, _numbered(module, weights), minimum_bytes)
+    return Analysis(
+        moved.memory_bytes,
+        moved.collectives,
+        moved.all_to_all_bytes,
+        tuple(x for x in found if x.kind == "copy" and x.in_loop),
+        tuple(x for x in found if x.kind == "copy" and not x.in_loop),
+        tuple(x for x in found if x.kind == "all-gather" and x.weight.expert),
+        tuple(x for x in found if x.kind == "unpack"),
+        tuple(moved.largest(20)),
+        tuple(moved.unknown_loops),
+        sum(len(computation.instructions) for computation in module.computations.values()),
+    )
+
+
+def _numbered(module: Module, weights: Mapping[str, Weight]) -> dict[int, Weight]:
+    return {
+        number: weights[name]
+        for number, parameter in module.main.parameters.items()
+        for name in (parameter.op_name, str(number))
+        if name in weights
+    }
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """One step of one model on one deployment; bytes per device, and per step where they are moved.
+
+    peak: of the whole program, arguments included; where the compiler refuses a program that is too large, what it says
+    that the program needs. analysis: None then. minimum_*: see `planning.compile.minimum`.
+    """
+
+    model: str
+    mesh: MeshFile
+    phase: str
+    batch: int
+    context: int
+    chunk: int
+    layers: int
+    explicit: bool
+    limit_bytes: int
+    peak_bytes: int
+    argument_bytes: int
+    temporary_bytes: int
+    held_bytes: dict[str, int]
+    lower_seconds: float
+    compile_seconds: float
+    minimum_memory_bytes: int
+    minimum_all_to_all_bytes: int
+    analysis: Analysis | None
+    refusal: str = ""
+    text: str = field(default="", repr=False)
+
+    @property
+    def fits(self) -> bool:
+        return self.analysis is not None and self.peak_bytes <= self.limit_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        found = self.analysis
+        result = {
+            "model": self.model, "mesh": self.mesh.name, "devices": self.mesh.devices, "phase": self.phase,
+            "batch": self.batch, "context": self.context, "chunk": self.chunk if self.phase == "prefill" else None,
+            "layers": self.layers, "explicit": self.explicit, "fits": self.fits,
+            "peak_bytes_per_device": self.peak_bytes, "limit_bytes_per_device": self.limit_bytes,
+            "argument_bytes_per_device": self.argument_bytes, "temporary_bytes_per_device": self.temporary_bytes,
+            "held_bytes_per_device": self.held_bytes,
+            "lower_seconds": round(self.lower_seconds, 2), "compile_seconds": round(self.compile_seconds, 2),
+            "minimum_hbm_bytes_per_step": self.minimum_memory_bytes,
+            "minimum_all_to_all_bytes_per_step": self.minimum_all_to_all_bytes,
+        }  # fmt: skip
+        if found is None:
+            return result | {"refusal": self.refusal}
+        return result | {
+            "hbm_bytes_per_step": found.memory_bytes,
+            "all_to_all_bytes_per_step": found.all_to_all_bytes,
+            "collectives": {kind: asdict(value) for kind, value in sorted(found.collectives.items())},
+            "weight_copies_in_loop": [asdict(x) for x in found.weight_copies_in_loop],
+            "weight_copies": [asdict(x) for x in found.weight_copies],
+            "expert_gathers": [asdict(x) for x in found.expert_gathers],
+            "unpacked_experts": [asdict(x) for x in found.unpacked_experts],
+            "largest": [asdict(x) for x in found.largest],
+            "loops_of_unknown_length": list(found.unknown_loops),
+            "instructions": found.instructions,
+        }
+
+
+def compile_step(
+    config: ModelConfig,
+    mesh: MeshFile,
+    phase: str = "decode",
+    batch: int | None = None,
+    context: int | None = None,
+    chunk: int = CHUNK,
+    explicit: bool = True,
+    model: str = "model",
+    devices: Any = None,
+) -> CompileReport:
+    """Compile a step of the engine ahead of time for a deployment and read what came out.
+
+    batch, context: the mesh file's unless given; a prefill step reads one row per copy of the model.
+    Other arguments as `program.lower_step`. Raises ValueError for what cannot be divided or lowered, and whatever the
+    compiler raises; a program that is too large is no error but a report that says so.
+    """
+    import jax
+
+    from moe28t_jax.planning.compile.program import lower_step
+
+    if batch is None:
+        batch = mesh.axes["data"] if phase == "prefill" else mesh.batch
+    if context is None:
+        context = min(mesh.context, config.max_context)
+    began = time.perf_counter()
+    program = lower_step(config, mesh, phase, batch, context, chunk, explicit, devices)
+    lowered = time.perf_counter()
+    refusal, analysis, text = "", None, ""
+    peak = arguments = temporary = 0
+    try:
+        compiled = program.lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        refusal = str(error)
+        peak = _needed_bytes(refusal)
+        if not peak:
+            raise
+    else:
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+        peak = memory.peak_memory_in_bytes
+        text = compiled.as_text() or ""
+    done = time.perf_counter()
+    if text:
+        analysis = analyze(text, program.weights)
+    tokens = batch * (1 if phase == "decode" else min(chunk, context))
+    return CompileReport(
+        model, mesh, phase, batch, context, chunk, config.num_layers, explicit, chip(mesh.kind).memory_bytes, peak,
+        arguments, temporary, program.argument_bytes, lowered - began, done - lowered,
+        least_memory_bytes(config, mesh.axes, phase, batch, context, chunk, program.argument_bytes),
+        least_all_to_all_bytes(config, mesh.axes, tokens), analysis, refusal.splitlines()[0] if refusal else "", text,
+    )  # fmt: skip
+
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def _needed_bytes(refusal: str) -> int:
+    """What a compiler says that a program needs which is too large; 0 where it says something else."""
+    match = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", refusal)
+    if match:
+        return round(float(match[1]) * _UNITS[match[2]])
+    return 0

@@ -1,0 +1,61 @@
+"""The planner counts the bytes of the arrays that a program is compiled for: weights and caches on every mesh file."""
+
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from moe28t_jax.config import ModelConfig
+from moe28t_jax.model import init_cache
+from moe28t_jax.model.parameters import abstract
+from moe28t_jax.parallel import AXES, load_mesh_file, mesh_file_names
+from moe28t_jax.parallel.sharding import cache_shardings, parameter_shardings
+from moe28t_jax.planning import chip, make_plan
+
+MOE28T = ModelConfig.preset("moe28t")
+
+
+@lru_cache
+def parameters() -> Any:
+    return abstract(MOE28T, jnp.bfloat16, stacked=True)
+
+
+def bytes_of_one_device(tree: Any, shardings: Any) -> int:
+    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+    return sum(prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, sharding in leaves)
+
+
+@pytest.mark.parametrize("name", [name for name in mesh_file_names() if name != "cpu-8"])
+def test_weights_and_caches(name: str) -> None:
+    file = load_mesh_file(name)
+    mesh = AbstractMesh(
+        tuple(file.axes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+    )
+    plan = make_plan(MOE28T, file)
+    weights = bytes_of_one_device(parameters(), parameter_shardings(parameters(), MOE28T, mesh))
+    assert weights == plan.per_device.weights
+
+    def empty() -> Any:
+        lanes = chip(file.kind).cache_lanes
+        return init_cache(MOE28T, file.batch, file.context, jnp.bfloat16, True, channel_multiple=lanes)
+
+    cache = jax.eval_shape(empty)
+    state = bytes_of_one_device(cache, cache_shardings(cache, mesh))
+    # The lengths of the rows are not in the planner's figure.
+    assert plan.per_device.state <= state <= plan.per_device.state + 4 * file.batch
+
+
+def test_a_long_sequence_alone() -> None:
+    file = load_mesh_file("tpu7x-4x4x2")
+    mesh = AbstractMesh(
+        tuple(file.axes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+    )
+    plan = make_plan(MOE28T, file, batch=1, context=1_048_576)
+
+    cache = jax.eval_shape(lambda: init_cache(MOE28T, 1, 1_048_576, jnp.bfloat16, True, channel_multiple=128))
+    state = bytes_of_one_device(cache, cache_shardings(cache, mesh))
+    assert plan.per_device.state <= state <= plan.per_device.state + 4
