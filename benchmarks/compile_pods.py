@@ -33,7 +33,10 @@ for mesh in (*TPU, "h200-16"):
     ]
 OTHERS = ("v5p-4x4x4", "tpu7x-4x4x4", "tpu7x-4x4x8", "h100-32", "b200-16", "gb200-nvl72")
 PROGRAMS += [(f"{mesh} decode", mesh, []) for mesh in OTHERS]
+FOUR = ["--set", 'attention_kinds=["kda","dsa","kda","dsa"]', "--set", 'mlp_kinds=["moe","moe","moe","moe"]']
 PROGRAMS += [
+    ("tpu7x-4x4x2 decode, four layers", "tpu7x-4x4x2", FOUR),
+    ("tpu7x-4x4x2 decode, four layers, automatic", "tpu7x-4x4x2", [*FOUR, "--automatic"]),
     ("tpu7x-4x4x2 decode automatic", "tpu7x-4x4x2", ["--automatic"]),
     *((f"tpu7x-4x4x2 decode {n} layers", "tpu7x-4x4x2", ["--layers", str(n)]) for n in (13, 45)),
 ]

@@ -83,7 +83,7 @@ def table(result: dict[str, Any]) -> list[str]:
         ),
         (
             "largest change of a logit when the needle's latent is wiped",
-            f"{needle['change_of_the_logits_without_the_needle']:.3f}",
+            f"{needle['change_of_the_logits_without_the_needle']:.1e}",
         ),
         (
             "selected in the last chunks: mean place (0 the start, 1 the query), distinct tokens of a chunk",

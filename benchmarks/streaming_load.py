@@ -293,7 +293,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--megabytes", type=int, default=4000, help="packed size of the experts on disk")
+    parser.add_argument(
+        "--megabytes", type=int, default=4000, help="packed size of the experts on disk; 0 for none"
+    )
     parser.add_argument("--s3-megabytes", type=int, default=300, help="the same on the S3 server; 0 for none")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--host-bytes", type=int, default=128 << 20, help="budget of each process")
@@ -311,11 +313,15 @@ def main() -> int:
         (read_plainly if options.plain else work)(options)
         return 0
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        result = {"processes": options.processes, "disk": from_disk(options, Path(name) / "disk")}
+        result: dict[str, Any] = {"processes": options.processes}
+        if options.megabytes:
+            result["disk"] = from_disk(options, Path(name) / "disk")
         if options.s3_megabytes:
             result["s3"] = from_s3(options, Path(name) / "s3")
     print(json.dumps(result, indent=1))
-    loads = [result["disk"]["cold"], *([result["s3"]] if "s3" in result else [])]
+    loads = [
+        result[part]["cold"] if part == "disk" else result[part] for part in ("disk", "s3") if part in result
+    ]
     return int(any(
         load["read_over_share"] > 1.01 or max(load["peak_bytes_beyond_arrays"]) > options.host_bytes + (64 << 20)
         for load in loads

@@ -301,7 +301,7 @@ def grouped_products(
             arrays.append(leaf if layer is not None else leaf[None])
     count = len(weights)
     multiplied = 2 * count * rows * inputs * outputs
-    moved = sum(experts * (inputs // per_byte + inputs // BLOCK) * outputs for _ in weights)
+    moved = sum(experts * (inputs // 2 + inputs // BLOCK) * outputs for _ in weights)
     *leading, x_MK = match_varying(*visits, index, x_MK, *arrays)[: len(visits) + 2]
     arrays = match_varying(*arrays, x_MK)[:-1]
     with jax.named_scope("grouped_matmul_tpu"):

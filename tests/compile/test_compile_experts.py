@@ -16,9 +16,13 @@ from jax.experimental import topologies as jax_topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moe28t_jax.config import ModelConfig
+from moe28t_jax.config.declaration import declare_layer
+from moe28t_jax.model.moe import mixture_of_experts
+from moe28t_jax.model.parameters import Group, attach
 from moe28t_jax.parallel.experts import GROUP, expert_parallel
 from moe28t_jax.parallel.mesh import make_mesh
-from moe28t_jax.parallel.rules import batch_layout
+from moe28t_jax.parallel.rules import batch_layout, partition
+from pallas_kernels._dispatch import prefer
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor
 from tests.compile import topologies
 
@@ -73,7 +77,7 @@ def compile_experts(batch: int, tokens: int, **options: Any) -> jax.stages.Compi
 
 
 def size_of(shape: str) -> int:
-    kind, sizes = re.fullmatch(r"(\w+)\[([\d,]*)\].*", shape).groups()  # type: ignore[union-attr]
+    [(kind, sizes)] = re.findall(r"^(\w+)\[([\d,]*)\]", shape)
     return BYTES[kind] * prod(int(size) for size in sizes.split(",") if size)
 
 
@@ -160,3 +164,78 @@ def test_dense_exchange_is_noticed() -> None:
     assert text is not None
     sent = sum(size for _, _, size in exchanges(text))
     assert sent > 2 * np.float64(least_bytes(1))
+
+
+def compile_layer(batch: int, tokens: int) -> str:
+    """Schedule of one whole layer's mixture of experts: router, latent, experts, shared experts."""
+    mesh = make_mesh(AXES, jax_topologies.get_topology_desc(POD, "tpu").devices)
+    layout = batch_layout(batch, mesh)
+    assert layout is not None
+
+    def like(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    group = Group()
+    for parameter in declare_layer(config(), 2):
+        owner, _, name = parameter.name.partition(".")
+        if owner != "mlp":
+            continue
+        spec = partition(parameter.axes, parameter.shape, mesh, parameter.name)
+        value: Any = like(parameter.shape, jnp.dtype(parameter.dtype), spec)
+        if parameter.quantizable:
+            experts, inputs, outputs = parameter.shape
+            shapes = [(LAYERS, experts, inputs // per, outputs) for per in (2, 32)]
+            codes, scales = (like(shape, jnp.uint8, PartitionSpec(None, *spec)) for shape in shapes)
+            value = MXFP4Tensor(codes, scales, "packed_kn")
+        attach(group, name, value)
+
+    def run(group: Group, x: Any, valid: Any, layer: Any) -> Any:
+        return mixture_of_experts(group, x, valid, config(), layer)[0]
+
+    where = PartitionSpec(layout.rows, layout.token_axes(tokens))
+    with jax.set_mesh(mesh), prefer("tpu"):
+        compiled = (
+            jax.jit(run)
+            .lower(
+                group,
+                like((batch, tokens, config().hidden_size), jnp.bfloat16, where),
+                like((batch, tokens), jnp.bool_, where),
+                like((), jnp.int32, PartitionSpec()),
+            )
+            .compile()
+        )
+    text = compiled.as_text()
+    assert text is not None and "is_scheduled=true" in text
+    entry = re.search(r"^ENTRY .*?\n(.*?)^}", text, re.DOTALL | re.MULTILINE)
+    assert entry
+    return entry[1]
+
+
+@pytest.mark.slow
+def test_shared_experts_are_at_work_while_tokens_travel() -> None:
+    """In decoding their time is that of reading their weights, which arrive on the chip meanwhile."""
+    lines = compile_layer(64, 1).splitlines()
+    names = [match[1] if (match := re.match(r"\s*(?:ROOT )?(%[\w.-]+) = ", line)) else "" for line in lines]
+    at = {name: index for index, name in enumerate(names) if name}
+
+    def interval(done: int) -> tuple[int, int]:
+        start = re.search(r"-done\((%[\w.-]+)", lines[done])
+        assert start
+        return at[start[1]], done
+
+    travels = [
+        interval(index)
+        for index, line in enumerate(lines)
+        if " ragged-all-to-all-done(" in line and "moe_dispatch" in line
+    ]
+    work = []
+    for index, line in enumerate(lines):
+        if "moe_shared/dot_general" not in line or " fusion(" not in line:
+            continue
+        work.append((index, index))
+        for name in re.findall(r"%copy-done[\w.-]*", line.split(" fusion(")[1].split(")")[0]):
+            result = lines[at[name]].split(" = ")[1]
+            if size_of(result) > 2**20:  # a weight, not what it multiplies
+                work.append(interval(at[name]))
+    assert travels and work
+    assert any(first < done and last > start for start, done in travels for first, last in work)

@@ -12,6 +12,7 @@ from tests.compile.topologies import CHIPS, compile_for_tpu, temporary_bytes
 
 SHAPE = SHAPES["prefill_2p8t_heads_over_8"]
 SEQUENCES = tuple(name for name, shape in SHAPES.items() if shape.tokens > 1)
+WHOLE_LANES = tuple(name for name in SEQUENCES if SHAPES[name].key_dim % 128 == 0)
 STEPS = tuple(name for name, shape in SHAPES.items() if shape.tokens == 1)
 SMALL = 2**20
 """Bytes for what surrounds a kernel: lengths, masks."""
@@ -96,9 +97,9 @@ def check_gradient(chip: str, shape: DeltaRuleShape, dtype: Any = jnp.bfloat16) 
     ct = x["v"], x["initial_state"]
     compiled = compile_for_tpu(chip, lambda x, ct: jax.vjp(run, x)[1](ct), x, ct)
     boundary_states = 4 * batch * -(-tokens // CHUNK_SIZE) * heads * key_dim * value_dim
-    outputs = x["v"].dtype.itemsize * batch * tokens * heads * value_dim
-    allowed = boundary_states + outputs + 2 * scalar_bytes(shape) + widened_bytes(shape) + SMALL
-    assert temporary_bytes(compiled) <= allowed
+    whole_tiles = -(-tokens // 16) * 16
+    outputs = x["v"].dtype.itemsize * batch * whole_tiles * heads * value_dim
+    assert temporary_bytes(compiled) <= boundary_states + outputs + 2 * scalar_bytes(shape) + SMALL
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -108,7 +109,7 @@ def test_gradient(chip: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("name", WHOLE_LANES)
 def test_gradient_at_every_shape(name: str, chip: str) -> None:
     check_gradient(chip, SHAPES[name])
 
@@ -128,7 +129,7 @@ def check_segment_map(chip: str, shape: DeltaRuleShape) -> None:
 
     compiled = compile_for_tpu(chip, function, x)
     maps = 4 * shape.batch * shape.heads * shape.key_dim * (shape.key_dim + shape.value_dim)
-    assert temporary_bytes(compiled) <= scalar_bytes(shape) + maps + widened_bytes(shape) + SMALL
+    assert temporary_bytes(compiled) <= scalar_bytes(shape) + maps + SMALL
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -138,7 +139,7 @@ def test_segment_map(chip: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("name", WHOLE_LANES)
 def test_segment_map_at_every_shape(name: str, chip: str) -> None:
     check_segment_map(chip, SHAPES[name])
 

@@ -89,7 +89,7 @@ def test_sequence_with_padding_segments_and_boundaries() -> None:
         assert_close(a, e, 1e-6)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(case=cases(SHAPE))
 def test_any_lengths_documents_and_gates(case: Case) -> None:
     found = tpu.delta_rule(*case.arguments(), return_boundary_states=True, interpret=INTERPRET)

@@ -54,6 +54,14 @@ def tensor_memory(request, monkeypatch):
     return request.param
 
 
+slowly_on_blackwell = pytest.mark.parametrize(
+    "tensor_memory",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["hopper", "blackwell"],
+    indirect=True,
+)
+
+
 def normal(shape, seed, dtype=np.float32):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
@@ -181,6 +189,7 @@ CASE = (LAYERS, EXPERTS, INPUTS, OUTPUTS, ROWS)
 shared_ring = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+@slowly_on_blackwell
 @settings(shared_ring, max_examples=4)
 @given(case=mxfp4_cases.cases(CASE, 32))
 def test_any_groups_and_scales(tensor_memory, case):
@@ -234,6 +243,7 @@ def test_group_sizes(sizes, layer):
     np.testing.assert_array_equal(actual[sizes.sum() :], 0)
 
 
+@slowly_on_blackwell
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.slow)])
 def test_gated_with_rounded_activations(dtype, tensor_memory):
     gate, up = packed_weight(4), packed_weight(5)

@@ -287,10 +287,8 @@ def quick() -> dict[str, Any]:
     """What the fast suite looks at, in one process."""
     axes = {"expert": 4, "tensor": 2}
     return {
-        "packed": compare(axes, 4, 3, kinds=(("home", "dense"),)),
         "gradients": compare(
             axes, 4, 3, packed=False, gradients=True, skew=0.5, kinds=(("balanced", "dense"),)
         ),
         "any routing": any_routing(axes, 4, 3, "balanced", "ragged"),
-        "too small": too_small_bounds(axes, 4, 4, (("balanced", "rows"),)),
     }

@@ -12,7 +12,14 @@ from jax.experimental import multihost_utils
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.model import Inputs, Parameters, init_cache, initialize, network, project_logits, run
 from moe28t_jax.model.parameters import build
-from moe28t_jax.parallel import attention, cache_shardings, make_mesh, place_parameters, sequence
+from moe28t_jax.parallel import (
+    attention,
+    cache_shardings,
+    current_mesh,
+    make_mesh,
+    place_parameters,
+    sequence,
+)
 from moe28t_jax.parallel.vocabulary import log_probabilities
 from moe28t_jax.weights import declared_values, quantize_experts
 from pallas_kernels import delta_rule, index_select
@@ -109,7 +116,12 @@ def serve(
 ) -> dict[str, Any]:
     """Chunked prefill and decode: logits and choices of the real tokens, and the cache's real content."""
     ids, lengths = tokens_of(config, batch)
-    cache = init_cache(config, batch, CAPACITY, parameters["embedding"].dtype, parameters.stacked(config))
+    assert config.mla is not None
+    channels = config.mla.latent_dim
+    # On a mesh also the latents of a TPU, whose rows are filled up with zeros.
+    multiple = 1 if current_mesh() is None else channels + 8
+    stacked = parameters.stacked(config)
+    cache = init_cache(config, batch, CAPACITY, parameters["embedding"].dtype, stacked, multiple)
     logits, chosen, start = [], [], 0
     for count in chunks:
         here = np.clip(lengths - start, 0, count).astype(np.int32)
@@ -119,6 +131,9 @@ def serve(
         chosen += chosen_of(auxiliary, valid_BT)
         start += count
     held = [on_host(leaf).astype(np.float64) for leaf in jax.tree.leaves(cache)]
+    filled = [leaf[..., channels:] for leaf in held if leaf.shape[-1:] == (channels + 8,)]
+    assert (len(filled) > 0) == (current_mesh() is not None) and not any(leaf.any() for leaf in filled)
+    held = [leaf[..., :channels] if leaf.shape[-1:] == (channels + 8,) else leaf for leaf in held]
     return {"logits": np.concatenate(logits), "chosen": chosen, "cache": held}
 
 

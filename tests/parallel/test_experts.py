@@ -32,10 +32,6 @@ def quick(run_on_devices_once: Callable[..., Any]) -> dict[str, Any]:
     return run_on_devices_once(8, f"{WORKER}:quick")
 
 
-def test_packed_experts(quick: dict[str, Any]) -> None:
-    assert max(quick["packed"].values()) < TOLERANCE["float32"]
-
-
 def test_gradients_of_tokens_weights_and_float_experts(quick: dict[str, Any]) -> None:
     assert max(quick["gradients"].values()) < TOLERANCE["float32"]
 
@@ -65,14 +61,10 @@ def test_experts_that_do_not_divide_are_refused() -> None:
             zeros.astype(jnp.int32),
             zeros,
             jnp.ones((3, 1), bool),
-            {"gate": jax.Array},
+            {},
             config,
             mesh=mesh,
         )
-
-
-def test_a_bound_that_is_too_small_is_seen(quick: dict[str, Any]) -> None:
-    assert quick["too small"] and all(quick["too small"].values()), quick["too small"]
 
 
 @pytest.mark.slow

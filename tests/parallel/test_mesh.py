@@ -141,7 +141,9 @@ def test_a_model_that_the_mesh_tears_is_refused() -> None:
 
 def test_stages_need_stacked_layers_that_divide() -> None:
     config = ModelConfig.preset("moe28t")
-    with pytest.raises(ValueError, match=r"with 2 pipeline stages needs stacked layers, and these are one by one"):
+    with pytest.raises(
+        ValueError, match=r"with 2 pipeline stages needs stacked layers, and these are one by one"
+    ):
         parameter_shardings(abstract(config, stacked=False), config, abstract_mesh(stage=2))
     with pytest.raises(ValueError, match=r"has 22 along 'layer', which the mesh axes stage 4 do not divide"):
         parameter_shardings(abstract(config), config, abstract_mesh(stage=4))

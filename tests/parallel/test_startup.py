@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moe28t_jax.parallel.launch import PORT, Launch, detect_launch, first_host
+from moe28t_jax.parallel.launch import PORT, Launch, detect_launch, first_host, set_tpu_options
 from moe28t_jax.parallel.startup import initialize_distributed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +88,20 @@ def test_node_lists() -> None:
     assert [first_host(x) for x in ("a", "a,b", "n[1-3]", "n[01,7-9],m", "r1n[05-06]x")] == [
         "a", "a", "n1", "n01", "r1n05x",
     ]  # fmt: skip
+
+
+def test_options_of_a_tpus_compiler() -> None:
+    option = "--xla_tpu_impure_use_large_2nd_minor_layout_for_x16"
+    environment = {"TPU_ACCELERATOR_TYPE": "tpu7x-128", "LIBTPU_INIT_ARGS": "--a=1"}
+    for _ in range(2):
+        set_tpu_options(environment)
+        assert environment["LIBTPU_INIT_ARGS"] == f"--a=1 {option}=false"
+    chosen = {"LIBTPU_INIT_ARGS": f"{option}=true"}
+    set_tpu_options(chosen, "tpu7x")
+    assert chosen == {"LIBTPU_INIT_ARGS": f"{option}=true"}
+    other: dict[str, str] = {}
+    set_tpu_options(other, "v5p")
+    assert other == {}
 
 
 def test_a_process_alone_connects_to_nothing() -> None:

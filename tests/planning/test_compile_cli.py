@@ -45,7 +45,7 @@ from moe28t_jax.parallel import make_mesh, parameter_shardings
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-config = ModelConfig.preset("nano").override({"attention_kinds": ("kda", "kda"), "mlp_kinds": ("dense", "moe")})
+config = ModelConfig.preset("nano").override({"attention_kinds": ("kda",), "mlp_kinds": ("moe",)})
 mesh = make_mesh("cpu-8")
 shapes = abstract(config, jnp.bfloat16, stacked=True, vision=False)
 zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -59,18 +59,19 @@ jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if na
 steps.decode(tokens, active, cache, key, 0.0, 1.0)
 print(len(hits))
 """
-LAYERS = ("--layers", "2", "--context", "128")
+LAYER = ("--set", 'attention_kinds=["kda"]', "--set", 'mlp_kinds=["moe"]', "--context", "128")
 
 
+@pytest.mark.slow
 def test_a_decode_step_for_eight_devices(tmp_path: Path) -> None:
     folder = tmp_path / "programs"
-    report = compiled(*LAYERS, "--save", str(folder), "--text", str(tmp_path / "program.txt"))
-    assert (report["model"], report["phase"], report["batch"], report["layers"]) == ("nano", "decode", 4, 2)
+    report = compiled(*LAYER, "--save", str(folder), "--text", str(tmp_path / "program.txt"))
+    assert (report["model"], report["phase"], report["batch"], report["layers"]) == ("nano", "decode", 4, 1)
     assert report["fits"] and 0 < report["peak_bytes_per_device"] <= report["limit_bytes_per_device"]
     # Experts are divided over all eight devices, heads over two.
     held = report["held_bytes_per_device"]
     assert held["experts"] > 0 and held["state"] > 0
-    assert report["argument_bytes_per_device"] >= sum(held.values())
+    assert report["argument_bytes_per_device"] == pytest.approx(sum(held.values()), rel=0.01)
     assert report["hbm_bytes_per_step"] > report["minimum_hbm_bytes_per_step"] > 0
     # Virtual devices have no ragged exchange; the dense one moves more than it must.
     assert report["collectives"]["all-to-all"]["executed"] >= 2
@@ -82,7 +83,7 @@ def test_a_decode_step_for_eight_devices(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_saved_program_is_used_by_the_engine(tmp_path: Path) -> None:
-    compiled(*LAYERS, "--save", str(tmp_path))
+    compiled(*LAYER, "--save", str(tmp_path))
     done = command(
         "-c",
         USE,

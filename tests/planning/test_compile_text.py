@@ -115,6 +115,7 @@ COLLECTIVES = [
     ("f32[256]{0} all-to-all(%x), replica_groups=[1,8]<=[8], dimensions={0}", "all-to-all", 896),
     ("f32[256]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}", "collective-permute", KIB),
     ("f32[256]{0} ragged-all-to-all(%x, %x, %n, %n, %n, %n), replica_groups={{0,1}}", "ragged-all-to-all", 512),
+    ("f32[64]{0} ragged-all-to-all(%x, %x, %n, %n, %n, %n), replica_groups={{0,1}}", "ragged-all-to-all", 128),
     ("f32[2048]{0} all-gather(%x), replica_groups=mesh['a'=2,'b'=8,'c'=4] {'b'}", "all-gather", 7 * KIB),
     ("f32[256]{0} all-to-all(%x), replica_groups=mesh['a'=2,'b'=2] {'a','b':(1)2}", "all-to-all", 768),
     ("(f32[256]{0}, f32[1024]{0}) all-gather-start(%x), replica_groups=[2,4]<=[8]", "all-gather", 3 * KIB),
@@ -127,6 +128,17 @@ def test_bytes_that_a_device_sends(line: str, kind: str, sent: int) -> None:
     moved = traffic(parse(program(entry, ADD)))
     assert moved.collectives == {kind: Collective(1, 1, sent)}
     assert moved.all_to_all_bytes == (sent if "all-to-all" in kind else 0)
+
+
+def test_experts_that_may_be_repeated_are_counted_apart() -> None:
+    entry = (
+        "  %x = u8[256]{0} parameter(0)\n  %n = s32[8]{0} parameter(1)\n"
+        "  ROOT %y = u8[128]{0} ragged-all-to-all(%x, %x, %n, %n, %n, %n), replica_groups={{0,1}}, "
+        'metadata={op_name="jit(f)/experts/fetch_experts/ragged_all_to_all"}'
+    )
+    moved = traffic(parse(program(entry)))
+    assert moved.repeated_expert_bytes == 64 and moved.all_to_all_bytes == 0
+    assert moved.collectives["ragged-all-to-all"].executed == 1
 
 
 FUSED = """
@@ -157,6 +169,28 @@ def test_slices_and_updates_in_place_count_what_they_touch() -> None:
     )
     shares = {share.name: share.bytes for share in traffic(parse(program(entry, FUSED))).shares}
     assert shares == {"row": 2 * KIB, "new": 2 * KIB}
+
+
+TURNED = FUSED.replace("dynamic-slice(%stack,", "dynamic-slice(%turned,").replace(
+    "  %i = s32[] parameter(1)\n  %zero",
+    "  %turned = f32[8,256]{1,0:T(8,128)} fusion(%stack), kind=kLoop, calls=%turn\n  %i = s32[] parameter(1)\n  %zero",
+    1,
+)
+TURN = """
+%turn (x: f32[8,256]) -> f32[8,256] {
+  %x = f32[8,256]{1,0} parameter(0)
+  ROOT %y = f32[8,256]{1,0:T(8,128)} copy(%x)
+}
+"""
+
+
+def test_a_slice_of_an_array_in_another_form_counts_what_it_touches() -> None:
+    entry = (
+        "  %stack = f32[8,256]{1,0} parameter(0)\n  %i = s32[]{:S(2)} parameter(1)\n"
+        "  ROOT %row = f32[256]{0} fusion(%stack, %i), kind=kLoop, calls=%pick"
+    )
+    assert "%turned," in TURNED
+    assert traffic(parse(program(entry, TURN + TURNED))).memory_bytes == 2 * KIB
 
 
 def test_a_kernel_counts_its_own_estimate() -> None:

@@ -83,7 +83,7 @@ def mla_attention(
             # The main loss never reaches the indexer's inputs: top-k has no gradient, its own loss is separate.
             key_rows_BTD = index_keys(indexer, jax.lax.stop_gradient(x_BTD), dsa)
     with jax.named_scope("latent_cache"):
-        stack: LatentCache | None = None
+        whole: LatentCache | None = None
         if cache is None:
             latent_BSC, key_BSD, new_cache = rows_BTC, key_rows_BTD, None
         else:
@@ -96,9 +96,9 @@ def mla_attention(
             new_cache = LatentCache(latent, keys)
             latent_BSC = read(latent, repeat)[..., : mla.latent_dim].astype(x_BTD.dtype)
             key_BSD = None if keys is None else read(keys, repeat).astype(x_BTD.dtype)
-            if repeat is not None and latent.dtype == x_BTD.dtype and attention.has_pages(latent):
-                # The kernels find one layer's rows in the stack; what is read above is then not computed.
-                stack = new_cache
+            if latent.dtype == x_BTD.dtype and (repeat is None or attention.has_pages(latent)):
+                # The kernels find one layer's rows in the whole buffer; what is read above is then not computed.
+                whole = new_cache
 
     offsets_BT = jnp.arange(count, dtype=jnp.int32)[None, :]
     positions_BT = jnp.where(offsets_BT < lengths_B[:, None], starts_B[:, None] + offsets_BT, -1)
@@ -119,12 +119,12 @@ def mla_attention(
         def best(q_BTHD: Array, weights_BTH: Array) -> Array:
             return attention.select(
                 jax.lax.stop_gradient(q_BTHD),
-                jax.lax.stop_gradient(key_BSD if stack is None else stack.index_key_BSD),
+                jax.lax.stop_gradient(key_BSD if whole is None else whole.index_key_BSD),
                 jax.lax.stop_gradient(weights_BTH),
                 positions_BT,
                 top_k,
                 dsa.use_relu,
-                None if stack is None else repeat,
+                None if whole is None else repeat,
             )
 
         def every_visible() -> Array:
@@ -164,11 +164,11 @@ def mla_attention(
         with jax.named_scope("sparse_attention"):
             read_BTHL = attention.sparse_attention(
                 q_latent_BTHC,
-                latent_BSC if stack is None else stack.latent_BSC,
+                latent_BSC if whole is None else whole.latent_BSC,
                 indices_BTN,
                 mla.scale,
                 mla.kv_lora_rank,
-                None if stack is None else repeat,
+                None if whole is None else repeat,
             )
             o_BTHV = jnp.einsum(
                 "BTHL,LHV->BTHV",

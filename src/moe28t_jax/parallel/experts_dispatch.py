@@ -115,14 +115,14 @@ def run_rank(
         sizes_RR = lax.all_gather(copies.sizes_G, group.axes)
         slots_AS, weights_AS = _experts_of_copies(rank_nK, slot_nK, weights_nK, copies.rows, ranks, limits)
         # Numbers of experts are small, hence exact as floats, and travel with the weights; 0 is no expert.
-        letter_AS = jnp.concatenate([(slots_AS + 1).astype(wide), weights_AS], axis=1)
+        metadata_AS = jnp.concatenate([(slots_AS + 1).astype(wide), weights_AS], axis=1)
     with jax.named_scope("moe_dispatch"):
         received_CL = move_rows(spread(x_nL, copies.rows), sizes_RR, limits.received, group)
-        letter_CS = move_rows(letter_AS, sizes_RR, limits.received, group)
-        received_CL, letter_CS, meanwhile = lax.optimization_barrier((received_CL, letter_CS, meanwhile))
+        metadata_CS = move_rows(metadata_AS, sizes_RR, limits.received, group)
+        received_CL, metadata_CS, meanwhile = lax.optimization_barrier((received_CL, metadata_CS, meanwhile))
     with jax.named_scope("moe_sort"):
-        slots_CS = lax.stop_gradient(letter_CS[:, : limits.experts_per_copy]).astype(jnp.int32) - 1
-        weights_CS = letter_CS[:, limits.experts_per_copy :]
+        slots_CS = lax.stop_gradient(metadata_CS[:, : limits.experts_per_copy]).astype(jnp.int32) - 1
+        weights_CS = metadata_CS[:, limits.experts_per_copy :]
         sorted_rows = sort_entries(
             jnp.where(slots_CS < 0, limits.experts, slots_CS), limits.experts, limits.rows
         )
@@ -162,7 +162,8 @@ def _place(
     before_RE = jnp.cumsum(load_RE, axis=0, dtype=jnp.int32) - load_RE
     before_E = before_RE[lax.axis_index(group.axes)]
     index_nK = before_E[chosen_nK] + jnp.take_along_axis(up_to_nE, chosen_nK, axis=1) - 1
-    slack = slack_rows(*chosen_nK.shape, settings.slack)
+    tokens, top_k = chosen_nK.shape
+    slack = slack_rows(tokens, top_k, settings.slack)
     placement = balanced_placement(load_E, group.ranks, slack)
     rank_nK = destinations(placement, chosen_nK.astype(jnp.int32), index_nK)
     rank_nK = jnp.where(valid_n[:, None], rank_nK, group.ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 PORT = 8476
@@ -33,6 +33,21 @@ class Launch:
         """Host and port of the coordinator."""
         host, _, port = self.coordinator.rpartition(":")
         return host.strip("[]"), int(port)
+
+
+# The compiler for TPU7x would multiply bfloat16 matrices out of tiles of 16 rows, while the arguments of a program come
+# in tiles of 8: it would copy every stack of dense weights before the loop over layers, at each step.
+_TPU_OPTIONS = {"tpu7x": "--xla_tpu_impure_use_large_2nd_minor_layout_for_x16=false"}
+
+
+def set_tpu_options(environment: MutableMapping[str, str], kind: str = "") -> None:
+    """Add what programs for this kind of TPU (by default the one that the environment names) need to the options that
+    its compiler reads when JAX starts; those that are set already stay."""
+    kind = kind or environment.get("TPU_ACCELERATOR_TYPE", "").partition("-")[0]
+    option = _TPU_OPTIONS.get(kind)
+    present = environment.get("LIBTPU_INIT_ARGS", "")
+    if option is not None and option.partition("=")[0] not in present:
+        environment["LIBTPU_INIT_ARGS"] = f"{present} {option}".strip()
 
 
 def detect_launch(environment: Mapping[str, str]) -> Launch:

@@ -10,7 +10,6 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moe28t_jax.config import ModelConfig, Parameter, declare_globals, declare_layer, declare_vision, segments
-from moe28t_jax.parallel.formats import weight_formats
 from moe28t_jax.parallel.rules import batch_layout, partition
 
 _CACHE_AXES: Mapping[str, tuple[str | None, ...]] = {
@@ -123,6 +122,5 @@ def shard_abstract(tree: Any, shardings: Any) -> Any:
 
 
 def place_parameters(parameters: Any, config: ModelConfig, mesh: Any) -> Any:
-    """The same parameters, each array on the devices that hold a part of it, in the layout that they read."""
-    shardings = parameter_shardings(parameters, config, mesh)
-    return jax.device_put(parameters, weight_formats(parameters, shardings))
+    """The same parameters, each array on the devices that hold a part of it."""
+    return jax.device_put(parameters, parameter_shardings(parameters, config, mesh))

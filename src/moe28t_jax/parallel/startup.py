@@ -6,7 +6,7 @@ import atexit
 import os
 from collections.abc import Mapping
 
-from moe28t_jax.parallel.launch import Launch, detect_launch
+from moe28t_jax.parallel.launch import Launch, detect_launch, set_tpu_options
 from moe28t_jax.parallel.watch import HostError, Watch
 
 TIMEOUT = 120.0
@@ -33,6 +33,7 @@ def initialize_distributed(
     if _running is not None:
         return _running[0]
     environment = os.environ if environment is None else environment
+    set_tpu_options(os.environ)
     launch = detect_launch(environment)
     if launch.processes == 1:
         _running = launch, None

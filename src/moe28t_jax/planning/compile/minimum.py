@@ -42,7 +42,8 @@ def least_memory_bytes(
 
 def least_all_to_all_bytes(config: ModelConfig, axes: Mapping[str, int], tokens: int) -> int:
     """Bytes that one device sends per step to its experts' devices and back: the latent of each of its tokens once per
-    distinct destination under uniform routing, `tokens` being those of the whole mesh."""
+    distinct destination under uniform routing, `tokens` being those of the whole mesh. The latent's channels lie over
+    `tensor` before and after, so that each token is first brought together on its device."""
     moe = config.moe
     ranks = axes["expert"] * axes["tensor"]
     if moe is None or ranks == 1:
@@ -50,4 +51,7 @@ def least_all_to_all_bytes(config: ModelConfig, axes: Mapping[str, int], tokens:
     own = tokens / (axes["data"] * ranks * axes["context"])
     destinations = (ranks - 1) * (1.0 - (1.0 - 1.0 / ranks) ** moe.num_experts_per_token)
     layers = config.mlp_kinds.count("moe")
-    return round(layers * 2 * own * destinations * (moe.latent_size or config.hidden_size) * _BYTES)
+    gathered = 0.0 if moe.latent_size is None else (axes["tensor"] - 1) / axes["tensor"]
+    return round(
+        layers * 2 * own * (destinations + gathered) * (moe.latent_size or config.hidden_size) * _BYTES
+    )

@@ -14,7 +14,6 @@ from moe28t_jax.engine.steps import Steps
 from moe28t_jax.model.cache import init_cache
 from moe28t_jax.model.network import Inputs
 from moe28t_jax.model.parameters import abstract
-from moe28t_jax.parallel.formats import weight_formats
 from moe28t_jax.parallel.mesh import make_mesh
 from moe28t_jax.parallel.mesh_file import MeshFile
 from moe28t_jax.parallel.sharding import (
@@ -68,8 +67,7 @@ def lower_step(
         raise ValueError(f"context is {context}; this model reads 1 to {config.max_context} tokens per row.")
     mesh = make_mesh(mesh_file, describe_devices(mesh_file) if devices is None else devices)
     parameters = abstract(config, jnp.bfloat16, stacked=True, layout=expert_layout(mesh_file), vision=False)
-    shardings = parameter_shardings(parameters, config, mesh)
-    parameters = shard_abstract(parameters, weight_formats(parameters, shardings))
+    parameters = shard_abstract(parameters, parameter_shardings(parameters, config, mesh))
     # What the engine takes on the deployment's own devices.
     channels = LANES if mesh_file.kind in TPU_KINDS else 1
     cache = jax.eval_shape(lambda: init_cache(config, batch, context, jnp.bfloat16, True, channels))
@@ -82,13 +80,15 @@ def lower_step(
     with prefer(*(implementations(mesh_file) if explicit else ())):
         if phase == "decode":
             key = jax.eval_shape(lambda: jax.random.key(0))
+            # The engine passes these from the host, and a program for placed ones is another one.
+            scalar = jax.ShapeDtypeStruct((), jnp.float32)
             lowered = steps.lower_decode(
                 whole((batch,), jnp.int32),
                 whole((batch,), jnp.bool_),
                 cache,
                 whole(key.shape, key.dtype),
-                whole((), jnp.float32),
-                whole((), jnp.float32),
+                scalar,
+                scalar,
             )
         else:
             count = min(chunk, context)

@@ -24,14 +24,16 @@ CHUNK = 8192
 class Analysis:
     """What the text of a compiled program tells, per device and run.
 
-    memory_bytes: main memory read and written. all_to_all_bytes: sent. weight_copies_in_loop: weights written to
-    memory again inside a loop over layers; weight_copies: outside of loops, whole stacks mostly. expert_gathers:
-    routed experts sent to devices that do not hold them. unpacked_experts: 4-bit weights that become floats in memory.
+    memory_bytes: main memory read and written. all_to_all_bytes: sent. repeated_expert_bytes: as in `Traffic`.
+    weight_copies_in_loop: weights written to memory again inside a loop over layers; weight_copies: outside of loops,
+    whole stacks mostly. expert_gathers: routed experts sent to devices that do not hold them. unpacked_experts: 4-bit
+    weights that become floats in memory.
     """
 
     memory_bytes: int
     collectives: dict[str, Collective]
     all_to_all_bytes: int
+    repeated_expert_bytes: int
     weight_copies_in_loop: tuple[Movement, ...]
     weight_copies: tuple[Movement, ...]
     expert_gathers: tuple[Movement, ...]
@@ -54,6 +56,7 @@ def analyze(text: str, weights: Mapping[str, Weight], minimum_bytes: int = 1 << 
         moved.memory_bytes,
         moved.collectives,
         moved.all_to_all_bytes,
+        moved.repeated_expert_bytes,
         tuple(x for x in found if x.kind == "copy" and x.in_loop),
         tuple(x for x in found if x.kind == "copy" and not x.in_loop),
         tuple(x for x in found if x.kind == "all-gather" and x.weight.expert),
@@ -125,6 +128,7 @@ class CompileReport:
         return result | {
             "hbm_bytes_per_step": found.memory_bytes,
             "all_to_all_bytes_per_step": found.all_to_all_bytes,
+            "repeated_expert_bytes_at_most": found.repeated_expert_bytes,
             "collectives": {kind: asdict(value) for kind, value in sorted(found.collectives.items())},
             "weight_copies_in_loop": [asdict(x) for x in found.weight_copies_in_loop],
             "weight_copies": [asdict(x) for x in found.weight_copies],

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from moe28t_jax.parallel.launch import set_tpu_options
 from moe28t_jax.parallel.mesh_file import MeshFile
 
 TPU_KINDS = ("v5p", "v6e", "tpu7x")
@@ -47,6 +48,7 @@ def prepare_environment(mesh: MeshFile) -> None:
     # No metadata server to ask, and no lock on a device that is not there.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    set_tpu_options(os.environ, mesh.kind)
     # Otherwise the compiler tells on standard error that it found no device.
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")

@@ -22,6 +22,8 @@ COLLECTIVES = (
     "collective-broadcast",
 )  # fmt: skip
 ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
+REPEATED = "fetch_experts"
+"""The scope of collectives that move experts which a device repeats."""
 
 RUNS = ("call", "call-start", "async-start")
 """Operations that run a computation once, now or meanwhile."""
@@ -64,12 +66,14 @@ class Share:
 @dataclass
 class Traffic:
     """Per device and run of the program. unknown_loops: names of loops counted once because the number of their runs
-    depends on values."""
+    depends on values. repeated_expert_bytes: the most that experts which a device repeats can weigh; they travel only
+    where loads are uneven, and are not among the bytes of the collectives."""
 
     memory_bytes: int = 0
     collectives: dict[str, Collective] = field(default_factory=dict)
     shares: list[Share] = field(default_factory=list)
     unknown_loops: list[str] = field(default_factory=list)
+    repeated_expert_bytes: int = 0
 
     @property
     def all_to_all_bytes(self) -> int:
@@ -90,6 +94,9 @@ def traffic(module: Module) -> Traffic:
             kind = collective_kind(instruction)
             if kind is not None:
                 sent = _sent_bytes(module.computations[name], instruction, kind, module.partitions)
+                if REPEATED in instruction.op_name:
+                    result.repeated_expert_bytes += runs * sent
+                    sent = 0
                 found = result.collectives.get(kind, Collective())
                 result.collectives[kind] = found + Collective(1, runs, runs * sent)
             if name in counter.fused:
@@ -144,8 +151,10 @@ def _sent_bytes(computation: Computation, instruction: Instruction, kind: str, p
     if kind == "all-reduce":
         return round(2 * operands * others)
     if kind == "ragged-all-to-all":
-        # The first operand is what is sent; the others say where to.
-        return round(_operand(computation, instruction.operands[0]).bytes * others)
+        # Over all devices as much is sent as is received, and neither is more than its buffer has room for. The other
+        # operands say what goes where.
+        sent = _operand(computation, instruction.operands[0]).bytes
+        return round(min(sent, instruction.shapes[-1].bytes) * others)
     if kind in ("reduce-scatter", "all-to-all"):
         return round(operands * others)
     return operands
@@ -268,6 +277,9 @@ class _Counter:
             elif user.opcode == "fusion":
                 [name] = user.calls["calls"]
                 nested = self._module.computations[name]
+                if _is_view(nested):
+                    total += self._read(inner, user)
+                    continue
                 total += sum(
                     self._read(nested, nested.parameters[number])
                     for number, operand in enumerate(user.operands)
@@ -323,6 +335,14 @@ def _updated(computation: Computation, root: Instruction) -> int:
     if root.opcode == "scatter":
         return computation.instructions[root.operands[-1]].bytes
     return root.bytes
+
+
+def _is_view(computation: Computation) -> bool:
+    """Whether a computation gives its only argument in another form."""
+    root = computation.root
+    while root.opcode in _VIEWS:
+        root = computation.instructions[root.operands[0]]
+    return root.opcode == "parameter" and len(computation.parameters) == 1
 
 
 def _touched(shape: Shape, updated: int) -> int:
