@@ -25,7 +25,6 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,6 @@ MARK = 16.0
 ROOM = 1024
 """Tokens that the cache holds beyond the prompt, for decoding."""
 DECODED = 8
-ROWS_AT_ONCE = 65_536
 SLACK = 32 * 2**20
 """Bytes by which the peaks of two processes may differ for other reasons."""
 
@@ -228,15 +226,11 @@ class Store:
             )
         return small
 
-    def rows(self, tokens: int) -> Iterator[tuple[int, np.ndarray]]:
-        """(first token, rows) of the first `tokens` tokens, piece by piece."""
-        for start in range(0, tokens, ROWS_AT_ONCE):
-            count = min(ROWS_AT_ONCE, tokens - start)
-            offset = start * self.row_floats * 4
-            rows = np.fromfile(
-                self.folder / "rows.float32", np.float32, count * self.row_floats, offset=offset
-            )
-            yield start, rows.reshape(count, self.row_floats)
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """The rows of `count` tokens from `first` on."""
+        offset = first * self.row_floats * 4
+        rows = np.fromfile(self.folder / "rows.float32", np.float32, count * self.row_floats, offset=offset)
+        return rows.reshape(count, self.row_floats)
 
 
 class Prefill:
@@ -276,7 +270,8 @@ class Prefill:
         self.done = int(small["done"])
         self.records = [tuple(map(float, row)) for row in small["records"]]
         self.sets_TN, self.logits_V = small["sets_TN"], small["logits_V"]
-        for start, rows_TC in self.store.rows(self.done):
+        for start in range(0, self.done, self.chunk):
+            rows_TC = self.store.rows(start, self.chunk)
             cache = put_rows(cache, jnp.asarray(rows_TC), jnp.int32(start))
         kept = cache.segments[SPARSE]
         others = [layer for index, layer in enumerate(cache.segments) if index != SPARSE]
@@ -338,16 +333,15 @@ def check_needle(prefill: Prefill) -> dict[str, Any]:
     question_T = jnp.full((1,), QUESTION, jnp.int32)
     logits_V, again_TN = look(prefill.parameters, question_T, cache, prefill.config)
     assert np.isin(NEEDLE_POSITION, again_TN[0]), "a decoded question did not select the needle"
-    row = next(prefill.store.rows(ROWS_AT_ONCE if prefill.tokens > ROWS_AT_ONCE else prefill.tokens))[1]
     width = cache.segments[SPARSE][0].latent_BSC.shape[-1]
 
     def without(cache: Any, position: int) -> tuple[Any, np.ndarray]:
-        blank = row[position : position + 1].copy()
+        blank = prefill.store.rows(position, 1)
         blank[:, :width] = 0
         cache = put_rows(cache, jnp.asarray(blank), jnp.int32(position))
         return cache, np.asarray(look(prefill.parameters, question_T, cache, prefill.config)[0])
 
-    unselected = next(p for p in range(len(row)) if p not in set(np.asarray(again_TN[0]).tolist()))
+    unselected = int(np.setdiff1d(np.arange(again_TN.shape[1] + 1), again_TN[0])[0])
     cache, same_V = without(cache, unselected)
     assert (same_V == np.asarray(logits_V)).all(), "a token that is not selected was read"
     cache, changed_V = without(cache, NEEDLE_POSITION)

@@ -39,7 +39,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     state = result["state_bytes_per_token"] * (read - short["tokens"])
     label = "that, with room for so many tokens"
     memory.plot(read, (short["peak_bytes"] + state) / 1e6, "--", color="black", label=label)
-    memory.set(xlabel="tokens", ylabel="peak of resident memory, MB", ylim=(0, None))
+    memory.set(xlabel="tokens", ylabel="peak of resident memory, MB", ylim=(0, 1.15e-6 * peaks.max()))
     memory.legend()
     figure.savefig(path, dpi=110)
 

@@ -114,7 +114,7 @@ def test_generate_says_what_is_wrong_with_a_checkpoint(capsys, folder, broken, t
     absent = str(tmp_path / "absent")
     fails(capsys, ["generate", "--model", absent, *prompt, "--no-echo"], absent)
     fails(capsys, ["generate", "--model", broken, *prompt, "--no-echo"], "model.safetensors")
-    fails(capsys, ["generate", "--model", "gs://b/x", *prompt], "object-store address")
+    fails(capsys, ["generate", "--model", "gs://b/x", *prompt], "needs gcsfs")
     bare = shutil.copytree(folder, tmp_path / "bare")
     (bare / "tiktoken.model").unlink()
     fails(capsys, ["generate", "--model", str(bare), *prompt, "--no-echo"], "has no tiktoken.model")

@@ -13,8 +13,9 @@ import pytest
 import moe28t_jax as m
 from moe28t_jax import parallel
 from moe28t_jax.cli import main
+from moe28t_jax.config.declaration import declare_layer
 from moe28t_jax.planning import LicenceError, accept, check_licence, licence_hash, require_licence
-from moe28t_jax.sources import resolve, shipped_folder
+from moe28t_jax.sources import mesh_rule, resolve, shipped_folder
 from moe28t_jax.weights import convert_to_orbax
 
 IDS = [[5, 6, 7, 8], [9, 10, 11, 12]]
@@ -51,6 +52,8 @@ def test_an_address(small_checkpoint: Path, logits: np.ndarray, tmp_path: Path) 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_orbax_folder(small_checkpoint: Path, tmp_path: Path, dtype: str) -> None:
     convert_to_orbax(small_checkpoint, tmp_path / "x")
+    with pytest.raises(m.CheckpointError, match=r"'embedding' .* has shape"):
+        m.load(tmp_path / "x", overrides={"vocab_size": 640})
     model, expected = (m.load(folder, dtype=dtype) for folder in (tmp_path / "x", small_checkpoint))
     assert model.tokenizer is not None and model.config == expected.config
     found, wanted = (jax.tree.leaves_with_path(one.parameters) for one in (model, expected))
@@ -68,6 +71,11 @@ def test_a_mesh_of_one_device(small_checkpoint: Path, tmp_path: Path, logits: np
     for leaf, other in zip(jax.tree.leaves(model.parameters), jax.tree.leaves(expected), strict=True):
         assert leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim)
         np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other))
+    rule = mesh_rule(plain.config, mesh, True)
+    for layer in range(plain.config.num_layers):
+        for parameter in declare_layer(plain.config, layer):
+            # A layer of a stack has one axis less than the stack.
+            assert len(rule(parameter, (layer,)).spec) <= len(parameter.shape)
     with pytest.raises(ValueError, match="single file; give its folder"):
         m.load(small_checkpoint / "model.safetensors", mesh=mesh, dtype="float32")
 

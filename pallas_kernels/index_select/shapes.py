@@ -25,6 +25,7 @@ SHAPES: dict[str, IndexSelectShape] = {
     "tiny": IndexSelectShape(2, 130, 8, 32, 130, 24),
     # One sparse layer of the 2.8T configuration: 32 index heads of 128 channels, 2,048 keys selected.
     "prefill_2p8t": IndexSelectShape(1, 8192, 32, 128, 131072, 2048),
+    "prefill_2p8t_1m": IndexSelectShape(1, 128, 32, 128, 1048576, 2048),
     "decode_2p8t": IndexSelectShape(64, 1, 32, 128, 131072, 2048),
     "decode_2p8t_1m": IndexSelectShape(1, 1, 32, 128, 1048576, 2048),
 }

@@ -30,6 +30,11 @@ SHAPES: dict[str, GroupedMatmulShape] = {
     "decode_one_token_2p8t_up_experts_over_16": GroupedMatmulShape(16, 56, 3584, 3072),
     "decode_2p8t_up_experts_over_16": GroupedMatmulShape(256, 56, 3584, 3072),
     "decode_2p8t_down_experts_over_16": GroupedMatmulShape(256, 56, 3072, 3584),
+    # The same over 32 and over 128 devices: 28 and 7 experts each.
+    "decode_2p8t_up_experts_over_32": GroupedMatmulShape(256, 28, 3584, 3072),
+    "prefill_2p8t_up_experts_over_32": GroupedMatmulShape(8192, 28, 3584, 3072),
+    "decode_2p8t_down_experts_over_128": GroupedMatmulShape(256, 7, 3072, 3584),
+    "prefill_2p8t_down_experts_over_128": GroupedMatmulShape(8192, 7, 3072, 3584),
     # 8192 tokens of prefill send each of 16 devices 8192 rows on average.
     "prefill_2p8t_up_experts_over_16": GroupedMatmulShape(8192, 56, 3584, 3072),
     "prefill_2p8t_down_experts_over_16": GroupedMatmulShape(8192, 56, 3072, 3584),

@@ -64,20 +64,20 @@ def _pair(
 ) -> tuple[Any, ...]:
     """Weights p and the gradient of the logits [R, N] of a pair of blocks, and what they are multiplied with."""
     heads, queries, width = q_ref.shape[1:]
-    mask_RN, kv_NC = shared.masked_keys(options, heads, block, words_ref, (kv_ref,))
+    mask_RN, kv_NC, finite_NC = shared.masked_keys(options, heads, block, words_ref, (kv_ref,))
     q_RC = q_ref[0].reshape(heads * queries, width)
     do_RV = do_ref[0].reshape(heads * queries, options.value_dim)
     stats_R2 = stats_ref[0].reshape(heads * queries, 2)
     exact, product, weighted = _products(q_RC, kv_NC)
     if not exact:
-        q_RC, kv_NC, do_RV = (a.astype(jnp.float32) for a in (q_RC, kv_NC, do_RV))
+        q_RC, kv_NC, finite_NC, do_RV = (a.astype(jnp.float32) for a in (q_RC, kv_NC, finite_NC, do_RV))
     logits_RN = np.float32(options.scale) * product(q_RC, kv_NC, _OVER_CHANNELS)
     p_RN = jnp.where(mask_RN, jnp.exp(logits_RN - stats_R2[:, :1]), np.float32(0))
     dp_RN = product(do_RV, kv_NC[:, : options.value_dim], _OVER_CHANNELS)
     dlogits_RN = np.float32(options.scale) * p_RN * (dp_RN - stats_R2[:, 1:])
-    # A value may be infinite where the weight is 0 because nobody of this row selected it.
+    # A key that this row did not select may not be finite.
     dlogits_RN = jnp.where(mask_RN, dlogits_RN, np.float32(0))
-    return p_RN, dlogits_RN, q_RC, kv_NC, do_RV, weighted
+    return p_RN, dlogits_RN, q_RC, finite_NC, do_RV, weighted
 
 
 def _query_kernel(options: shared.Options, held_ref: Any, *refs: Any) -> None:
@@ -90,8 +90,8 @@ def _query_kernel(options: shared.Options, held_ref: Any, *refs: Any) -> None:
 
     @pl.when(held_ref[pl.program_id(0), pl.program_id(1), block] == block)
     def _() -> None:
-        _, dlogits_RN, _, kv_NC, _, weighted = _pair(options, block, *inputs)
-        sums_ref[...] += weighted(dlogits_RN, kv_NC, _ROWS_TO_COLUMNS)
+        _, dlogits_RN, _, finite_NC, _, weighted = _pair(options, block, *inputs)
+        sums_ref[...] += weighted(dlogits_RN, finite_NC, _ROWS_TO_COLUMNS)
 
     @pl.when(block == pl.num_programs(2) - 1)
     def _() -> None:

@@ -2,8 +2,8 @@
 
 A first kernel turns the indices of every query into one bit per key. The second walks the cache in blocks of keys,
 contiguous or gathered from the pages that hold them, multiplies each with all queries of a block and masks what a
-query did not select; key blocks that no query of the block selected from are neither fetched nor multiplied. Within a
-block of queries, as where the portable form masks, a NaN in a row that one of them selects is a NaN for all.
+query did not select; key blocks that no query of the block selected from are neither fetched nor multiplied. What is
+not finite in a row counts for the queries that selected it, by their logits, and is 0 among the values of the others.
 
 Bit b of lane l of word row g belongs to key 4096 g + 128 b + l, so that the mask of 128 neighbouring keys is one
 shift of a register of words.
@@ -184,8 +184,9 @@ def key_blocks(
 
 def masked_keys(
     options: Options, heads: int, block: Any, words_ref: Any, kv_refs: Sequence[Any]
-) -> tuple[Array, Array]:
-    """The mask [heads * queries, keys] of a block of keys, and its rows with zeros where nobody selected them."""
+) -> tuple[Array, Array, Array]:
+    """The mask [heads * queries, keys] of a block of keys, its rows with zeros where nobody selected them, and the same
+    with zeros for what is not finite."""
     queries = options.queries
     bits = options.keys // LANES
     first_bit = (block & (WORD_KEYS // options.keys - 1)) * bits
@@ -196,9 +197,10 @@ def masked_keys(
     kv_NC = jnp.concatenate([ref[0] for ref in kv_refs], axis=0) if len(kv_refs) > 1 else kv_refs[0][0]
     used_NC = jnp.broadcast_to(jnp.concatenate(used, axis=0), kv_NC.shape)
     # What nobody selected may be NaN, which a weight of zero would not stop.
-    kv_NC = jnp.where(used_NC > np.float32(0), kv_NC.astype(jnp.float32), np.float32(0)).astype(kv_NC.dtype)
+    wide_NC = jnp.where(used_NC > np.float32(0), kv_NC.astype(jnp.float32), np.float32(0))
+    finite_NC = jnp.where(jnp.abs(wide_NC) < np.float32(np.inf), wide_NC, np.float32(0)).astype(kv_NC.dtype)
     mask_HQN = jnp.broadcast_to(mask_QN[None], (heads, queries, options.keys))
-    return mask_HQN.reshape(heads * queries, options.keys) != 0, kv_NC
+    return mask_HQN.reshape(heads * queries, options.keys) != 0, wide_NC.astype(kv_NC.dtype), finite_NC
 
 
 def _kernel(options: Options, scalars: int, *refs: Any) -> None:
@@ -213,9 +215,9 @@ def _kernel(options: Options, scalars: int, *refs: Any) -> None:
 
     @pl.when(held_ref[*here, block] == block)
     def _() -> None:
-        mask_RN, kv_NC = masked_keys(options, heads, block, words_ref, kv_refs)
+        mask_RN, kv_NC, finite_NC = masked_keys(options, heads, block, words_ref, kv_refs)
         q_RC = q_ref[0].reshape(heads * queries, width)
-        online.attend_block(options.scale, q_RC, kv_NC, mask_RN, maximum_ref, total_ref, sums_ref)
+        online.attend_block(options.scale, q_RC, kv_NC, mask_RN, maximum_ref, total_ref, sums_ref, finite_NC)
 
     @pl.when(block == pl.num_programs(2) - 1)
     def _() -> None:

@@ -36,11 +36,13 @@ def attend_block(
     maximum_ref: Any,
     total_ref: Any,
     sums_ref: Any,
+    values_NV: Array | None = None,
 ) -> None:
     """One step of the online softmax over a block of keys.
 
-    `kv_NC` is finite where no row of the mask holds the key. The references hold the maximum and the sum of the
-    exponentials so far [R, 1] and the weighted sum of the values [R, V].
+    Where only some rows of the mask hold a key, `values_NV` are its finite values: what is not finite reaches the rows
+    that hold it by their logits. The references hold the maximum and the sum of the exponentials so far [R, 1] and
+    the weighted sum of the values [R, V].
     """
     exact = q_RC.dtype == jnp.bfloat16 and kv_NC.dtype == jnp.bfloat16
     if not exact:
@@ -58,7 +60,7 @@ def attend_block(
     kept_R1 = jnp.exp(before_R1 - shift_R1)
     maximum_ref[...] = maximum_R1
     total_ref[...] = kept_R1 * total_ref[...] + jnp.sum(weights_RN, axis=1, keepdims=True)
-    values_NV = kv_NC[:, : sums_ref.shape[1]]
+    values_NV = (kv_NC if values_NV is None else values_NV.astype(kv_NC.dtype))[:, : sums_ref.shape[1]]
 
     def product(weights: Array) -> Array:
         return lax.dot_general(

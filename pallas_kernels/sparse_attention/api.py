@@ -37,9 +37,10 @@ def sparse_attention(
 
         logits = scale * q . kv[indices];   o = softmax(logits) . kv[indices, :value_dim]
 
-    Rows that are not selected influence neither the outputs nor the gradients, whatever they hold (NaN
-    included). Differentiable in `q_latent` and `kv_latent`, with a sum in a fixed order on CPU and TPU; on
-    GPU the order of XLA's scatter is fixed by `--xla_gpu_deterministic_ops=true`.
+    Rows that a query does not select influence neither its outputs nor its gradient, whatever they hold (NaN
+    included), and rows that no query selects get a zero gradient. Differentiable in `q_latent` and `kv_latent`,
+    with a sum in a fixed order on CPU and TPU; on GPU the order of XLA's scatter is fixed by
+    `--xla_gpu_deterministic_ops=true`.
 
     Args:
       q_latent: absorbed queries [B, Q, H, C].

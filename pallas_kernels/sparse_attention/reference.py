@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._typing import Array, Float, Int
-from pallas_kernels.sparse_attention.rows import compute_dtype
+from pallas_kernels.sparse_attention.rows import compute_dtype, finite_rows
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -36,7 +36,9 @@ def sparse_attention(
         selected_BQS &= page_exists[:, None]
     used_BS = jnp.any(selected_BQS, axis=1)
     kv_BSC = jnp.where(used_BS[..., None], kv_BSC, jnp.zeros((), kv_BSC.dtype)).astype(dtype)
+    kv_BSC, poison_BS = finite_rows(kv_BSC)
     logits_BQHS = scale * jnp.einsum("bqhc,bsc->bqhs", q_BQHC.astype(dtype), kv_BSC, precision=_HIGHEST)
+    logits_BQHS = logits_BQHS + poison_BS[:, None, None]
     mask = selected_BQS[:, :, None, :]
     any_selected = jnp.any(mask, axis=-1)
     logits_BQHS = jnp.where(mask, logits_BQHS, -jnp.inf)

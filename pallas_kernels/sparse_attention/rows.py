@@ -55,6 +55,16 @@ def scatter_add(sums: Array, rows_BQN: Array, exists_BQN: Array, updates_BQNC: A
     )
 
 
+def finite_rows(cache: Array) -> tuple[Array, Array]:
+    """The cache [..., S, C] with zeros for what is not finite, and NaN or 0 to add to the logits of each row [..., S].
+
+    Where queries share a product over rows that only some of them selected, a weight of zero would not stop a NaN.
+    """
+    finite = jnp.isfinite(cache)
+    zero, nan = jnp.zeros((), cache.dtype), jnp.full((), jnp.nan, cache.dtype)
+    return jnp.where(finite, cache, zero), jnp.where(jnp.all(finite, axis=-1), zero, nan)
+
+
 def query_block(batch: int, queries: int, bytes_per_query: int) -> int:
     """Queries per block, so that one block of the whole batch holds about `GATHER_BYTES`."""
     return max(1, min(queries, GATHER_BYTES // max(1, batch * bytes_per_query)))

@@ -21,6 +21,9 @@ SHAPES: dict[str, SparseAttentionShape] = {
     # One sparse layer of the 2.8T configuration: 96 heads, latent 512 + 64, 2,048 keys selected.
     "prefill_2p8t": SparseAttentionShape(1, 8192, 96, 576, 512, 131072, 2048),
     "prefill_2p8t_heads_over_8": SparseAttentionShape(1, 8192, 12, 576, 512, 131072, 2048),
+    "prefill_2p8t_heads_over_32": SparseAttentionShape(1, 8192, 3, 576, 512, 131072, 2048),
+    "decode_2p8t_heads_over_2": SparseAttentionShape(64, 1, 48, 576, 512, 131072, 2048),
+    "decode_2p8t_heads_over_4": SparseAttentionShape(64, 1, 24, 576, 512, 131072, 2048),
     "decode_2p8t": SparseAttentionShape(64, 1, 96, 576, 512, 131072, 2048),
     "decode_2p8t_1m": SparseAttentionShape(1, 1, 96, 576, 512, 1048576, 2048),
 }

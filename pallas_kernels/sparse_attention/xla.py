@@ -147,8 +147,11 @@ def _masked_attention(
             selected_BQS = jnp.zeros((batch, rows.shape[1], keys), bool).at[b, t, one].set(True, mode="drop")
             used_BS1 = jnp.any(selected_BQS, axis=1)[..., None]
         kv = jnp.where(used_BS1, kv_BSC, jnp.zeros((), kv_BSC.dtype)).astype(dtype)
+        # Another query's row may not be finite.
+        kv, poison_BS = key_rows.finite_rows(kv)
         with jax.named_scope("logits"):
             logits = scale * jnp.einsum("bqhc,bsc->bhqs", q.astype(dtype), kv, precision=_HIGHEST)
+            logits = logits + poison_BS[:, None, None]
         with jax.named_scope("softmax"):
             logits = jnp.where(selected_BQS[:, None], logits, -jnp.inf)
             maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))

@@ -29,6 +29,7 @@ from moe28t_jax.conversation import (
 from moe28t_jax.engine import Steps, check_generation, generate_ids
 from moe28t_jax.model.parameters import Parameters
 from moe28t_jax.model.vision import encode_prepared
+from moe28t_jax.parallel.formats import mesh_layout
 from moe28t_jax.parallel.mesh import check_mesh
 from moe28t_jax.planning.licence import LicenceResult
 from moe28t_jax.sources import TOKENIZER_FILE, resolve
@@ -339,7 +340,8 @@ def load(
 
     On a mesh, and from an object store, each process reads only what its devices hold (`weights.stream_parameters`).
 
-    mesh: devices to lay the parameters over, from `moe28t_jax.parallel.make_mesh`; None for one device.
+    mesh: devices to lay the parameters over, from `moe28t_jax.parallel.make_mesh`; None for one device. On accelerators
+    repeated layers are stacked, and packed experts come in the layout that the device's kernels read.
     dtype: of activations and dense weights (`bfloat16`, `float32`, `float64` with x64 enabled); packed experts
     stay packed, parameters that the layout keeps in float32 stay so.
     max_context: longest sequence that caches are made for; default the model's own limit.
@@ -364,8 +366,8 @@ def load(
         raise ValueError(f"dtype is {dtype!r}; it must be bfloat16, float32 or float64.") from None
     licence = found.licence(accept_licence)
     config = found.config(overrides or {})
-    stacked = mesh is not None and mesh.shape["stage"] > 1
-    parameters, config = found.parameters(config, dtype, mesh, stacked, vision, cache, progress)
+    layout, stacked = (None, False) if mesh is None else mesh_layout(mesh)
+    parameters, config = found.parameters(config, dtype, mesh, stacked, vision, cache, progress, layout)
     tokenizer = found.tokenizer()
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.progress import Progress
 
 from moe28t_jax.chat import Tokenizer
@@ -105,22 +106,32 @@ class Source:
         vision: bool = True,
         cache: str | Path | None = None,
         progress: Progress | None = None,
+        layout: str | None = None,
     ) -> tuple[Parameters, ModelConfig]:
         """The weights: on one device, or as the rules lay them over a mesh; then, and from a store, each process reads
-        what its devices hold."""
+        what its devices hold. `layout` is that of packed experts (None: as an Orbax checkpoint has them, elsewhere
+        packed_kn)."""
         rule = None if mesh is None else mesh_rule(config, mesh, stacked)
         if self.path is not None and is_orbax(self.path):
-            parameters, found = load_orbax(
-                self.path, stacked=stacked, sharding=rule, dtype=dtype, vision=vision, progress=progress
+            return load_orbax(
+                self.path,
+                config,
+                stacked=stacked,
+                sharding=rule,
+                layout=layout,
+                dtype=dtype,
+                vision=vision,
+                progress=progress,
             )
-            return parameters, config.override({"expert_quantization": found.expert_quantization})
         if self.path is not None and rule is None:
-            return load_parameters(self.path, config, dtype, stacked, progress=progress, vision=vision)
+            return load_parameters(
+                self.path, config, dtype, stacked, layout or "packed_kn", progress=progress, vision=vision
+            )
         if self.path is not None and not self.path.is_dir():
             raise ValueError(f"{self.text!r} is a single file; give its folder to load it onto a mesh.")
         parameters, config, _ = stream_parameters(
-            self.store or self.folder, config, dtype, stacked=stacked, sharding=rule, cache=cache, progress=progress,
-            vision=vision,
+            self.store or self.folder, config, dtype, stacked=stacked, layout=layout or "packed_kn", sharding=rule,
+            cache=cache, progress=progress, vision=vision,
         )  # fmt: skip
         return parameters, config
 
@@ -133,8 +144,12 @@ def mesh_rule(
     table = leaf_table(shardings, config)
 
     def rule(parameter: Parameter, layers: tuple[int, ...] | None) -> jax.sharding.Sharding:
-        leaf, _ = table[None if layers is None else layers[0], parameter.name]
-        return leaf.packed if isinstance(leaf, MXFP4Tensor) else leaf
+        leaf, index = table[None if layers is None else layers[0], parameter.name]
+        sharding = leaf.packed if isinstance(leaf, MXFP4Tensor) else leaf
+        if index is not None and layers is not None and len(layers) == 1:
+            # One layer of a stack, whose first axis it has not.
+            return NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))
+        return sharding
 
     return rule
 

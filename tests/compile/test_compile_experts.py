@@ -122,12 +122,11 @@ def check(compiled: jax.stages.Compiled, tokens_per_rank: int, fetches: bool) ->
         for per in (2, 32)
     )
     weights = rf"u8\[(?:\d+,)*(?:{packed})\]"
-    makers = set(re.findall(rf"= {weights}\S* ([\w-]+)\(", text)) - {
-        "parameter",
-        "bitcast",
-        "get-tuple-element",
-    }
-    allowed = {"ragged-all-to-all", "custom-call", "broadcast"} if fetches else set()
+    made = re.findall(rf"= {weights}(\S*) ([\w-]+)\(", text)
+    # On-chip memory, S(1), is where what is read next is fetched to.
+    makers = {name for layout, name in made if "S(1)" not in layout}
+    makers -= {"parameter", "bitcast", "get-tuple-element"}
+    allowed = {"ragged-all-to-all", "ragged-all-to-all-done", "broadcast"} if fetches else set()
     assert makers <= allowed, f"expert weights are made again by {makers - allowed}"
     assert not re.search(r"= u8\S* (all-gather|all-reduce|collective-permute|all-to-all)", text)
     gathered = [size_of(shape) for shape in re.findall(r"= (\w+\[[\d,]*\])\S* all-gather(?:-start)?\(", text)]
@@ -154,7 +153,7 @@ def test_prefill() -> None:
     check(compiled, 128, fetches=True)
     analysis = compiled.memory_analysis()
     repeated = 14 * 3 * 3584 * 3072 * (1 / 2 + 1 / 32)
-    assert analysis is not None and analysis.temp_size_in_bytes <= repeated + 2**28
+    assert analysis is not None and analysis.temp_size_in_bytes <= repeated + 3 * 2**27
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from tests.compile.gpu_topologies import (
 pytestmark = needs_gpu_compiler
 
 CHIPS = ("h200", "b200")
-SLOWLY_ON_BLACKWELL = ("h200", pytest.param("b200", marks=pytest.mark.slow))
 SHAPE = SHAPES["prefill_2p8t_heads_over_8"]
 SEQUENCES = tuple(name for name, shape in SHAPES.items() if shape.tokens > 1 and shape.key_dim == 128)
 STEPS = tuple(name for name, shape in SHAPES.items() if shape.tokens == 1)
@@ -126,7 +125,7 @@ def check_gradient(chip: str, shape: DeltaRuleShape, dtype: Any = jnp.bfloat16) 
     assert program.temporary_bytes <= 4 * (states + per_token) + 2 * scalar_bytes(shape) + SMALL
 
 
-@pytest.mark.parametrize("chip", SLOWLY_ON_BLACKWELL)
+@pytest.mark.parametrize("chip", CHIPS)
 def test_gradient(chip: str) -> None:
     check_gradient(chip, SHAPE)
 

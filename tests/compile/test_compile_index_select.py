@@ -65,9 +65,13 @@ def check(chip: str, shape: IndexSelectShape, key_dtype: Any = jnp.bfloat16, pag
     inputs = arguments(shape, key_dtype, paged)
     start = time.perf_counter()
     compiled = compile_for_tpu(chip, function, *inputs)
-    pages = " in pages" if paged else ""
-    print(f"{chip}, {shape}, {jnp.dtype(key_dtype).name if not isinstance(key_dtype, str) else key_dtype}{pages}: "
-          f"compiled in {time.perf_counter() - start:.1f} s, {temporary_bytes(compiled)} bytes")  # fmt: skip
+    seconds = time.perf_counter() - start
+    keys = (
+        f"{key_dtype if isinstance(key_dtype, str) else jnp.dtype(key_dtype)}{' in pages' if paged else ''}"
+    )
+    print(f"{chip}, {shape}, {keys}: compiled in {seconds:.1f} s, {temporary_bytes(compiled)} bytes")
+    # What `lax.top_k` of eight rows of a million takes; this takes a tenth, on one slow core.
+    assert seconds < 58
     # The queries in whole blocks, heads first, and their weights and positions in 128 lanes each.
     block = min(tpu.QUERY_BLOCK, -(-shape.queries // 8) * 8)
     queries = shape.batch * -(-shape.queries // block) * block
@@ -75,15 +79,15 @@ def check(chip: str, shape: IndexSelectShape, key_dtype: Any = jnp.bfloat16, pag
     if shape.queries % block or shape.top_k % 128:
         # The result before the padding is cut off, once more on the way.
         allowed += 2 * 4 * queries * -(-shape.top_k // 128) * 128
+    scores = 4 * shape.batch * shape.queries * shape.keys
+    assert allowed < scores / 2 or shape.keys < 131072
     if key_dtype == "fp8":
-        # A byte per key, in whole words, as given and by rounds.
+        # The scales: a byte per key in a word of its own, as given and by rounds. A ninth of the cache or less.
         allowed += 3 * 4 * shape.batch * shape.keys
     if shape.channels % 128:
         # The compiler keeps narrow keys in another layout than the kernel reads.
         allowed += shape.batch * shape.keys * 128 * inputs[1].dtype.itemsize
     assert temporary_bytes(compiled) <= allowed
-    scores = 4 * shape.batch * shape.queries * shape.keys
-    assert allowed < scores / 2 or shape.keys < 131072
     text = compiled.as_text()
     assert text is not None and "tpu_custom_call" in text
     assert not ranking_operations(compiled)
@@ -110,9 +114,9 @@ def test_keys_of_128k_and_1m(chip: str, shape: IndexSelectShape, key_dtype: Any,
 @pytest.mark.slow
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("name", ["prefill_2p8t", "decode_2p8t", "decode_2p8t_1m", "prefill_1m"])
+@pytest.mark.parametrize("name", ["prefill_2p8t", "prefill_2p8t_1m", "decode_2p8t", "decode_2p8t_1m"])
 def test_every_shape(name: str, chip: str, paged: bool) -> None:
-    check(chip, SHAPES.get(name, LONG_PREFILL), paged=paged)
+    check(chip, SHAPES[name], paged=paged)
 
 
 @pytest.mark.slow

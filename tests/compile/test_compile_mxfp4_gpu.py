@@ -95,6 +95,11 @@ def test_decode_on_blackwell() -> None:
     check("b200", gated, SHAPE)
 
 
+@pytest.mark.parametrize("chip", CHIPS)
+def test_gradient(chip: str) -> None:
+    check(chip, gradient, SHAPE)
+
+
 @pytest.mark.slow
 def test_a_layer_sliced_out_of_the_stack_is_noticed() -> None:
     program = compile_for_gpu("h200", sliced, *arguments(SHAPE))

@@ -115,7 +115,7 @@ def test_prefill_of_one_chip_in_eight(page: int | None, chip: str) -> None:
     assert "sparse_attention_shared" in check(chip, PREFILL, page=page)
 
 
-@pytest.mark.parametrize("chip", ["v5p", "tpu7x"])
+@pytest.mark.parametrize("chip", CHIPS)
 def test_gradient_of_one_chip_in_eight(chip: str) -> None:
     check_gradient(chip, PREFILL)
 

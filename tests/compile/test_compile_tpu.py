@@ -201,11 +201,8 @@ def test_fused_step_at_every_shape(name: str, chip: str) -> None:
     check_fused_step(chip, SHAPES[name])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("name", STEPS)
-def test_step(name: str, chip: str) -> None:
-    batch, _, heads, key_dim, value_dim = SHAPES[name]
+def check_step(chip: str, shape: DeltaRuleShape) -> None:
+    batch, _, heads, key_dim, value_dim = shape
     like = jax.ShapeDtypeStruct
     compiled = compile_for_tpu(
         chip,
@@ -225,3 +222,15 @@ def test_step(name: str, chip: str) -> None:
     # With heads that fill no tiles of 8, copies in tiles of what a token brings and gets.
     copies = tiles * (2 * 4 + 4) if heads % 8 else 0
     assert temporary_bytes(compiled) <= 4 * tiles + copies + SMALL
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_step(chip: str) -> None:
+    check_step(chip, SHAPES["decode_8_heads_over_8"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("name", STEPS)
+def test_step_at_every_shape(name: str, chip: str) -> None:
+    check_step(chip, SHAPES[name])

@@ -46,6 +46,7 @@ def test_scores_are_the_likelihoods_of_the_tokens(model) -> None:
     assert sum(reports) == sum(score.num_tokens for score in scores)
 
 
+@pytest.mark.slow
 def test_chunks_and_batches_do_not_change_the_score(model, monkeypatch) -> None:
     expected = score_texts(model, TEXTS, batch=4)
     monkeypatch.setattr(bits, "_CHUNK", 64)

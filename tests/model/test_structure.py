@@ -17,6 +17,12 @@ from moe28t_jax.weights import load_parameters
 DATA = Path(__file__).parents[1] / "golden" / "data"
 
 
+# Both types prove the same; the wider one, where no mistake hides behind rounding, in every run.
+FLOAT32_SLOWLY = pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.slow), "float64"], indirect=True
+)
+
+
 def prompt_ids(batch, count, seed=0):
     return np.random.default_rng(seed).integers(3, 256, (batch, count))
 
@@ -44,6 +50,7 @@ LAYOUTS = {
 }
 
 
+@FLOAT32_SLOWLY
 @pytest.mark.parametrize("name", ["blocks_vary", "inline_around"])
 def test_stacked_layers_equal_separate_ones(random_tiny, stack, same_choices, k31_config, name) -> None:
     (attention, mlp, block), (first, period, repeats) = LAYOUTS[name]
@@ -112,6 +119,7 @@ def test_impossible_caches_are_refused(k31_config, batch, context, match) -> Non
         init_cache(k31_config, batch, context)
 
 
+@FLOAT32_SLOWLY
 def test_logits_of_the_last_token_are_those_of_all(tiny) -> None:
     model = tiny("k31_tiny")
     inputs = {
@@ -145,8 +153,9 @@ def test_decode_updates_the_donated_cache_in_place(layout, stack, k31_config) ->
     ).compile()  # fmt: skip
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= size
-    # No layer's latents are copied; index scores of both rows over all keys are far smaller.
-    assert memory.temp_size_in_bytes < latent
+    # No layer's latents are copied: a copy would come on top of this. What there is, is one tile of index keys, turned
+    # so that keys lie along the lanes of a vector (0.4 of a layer's latents), and the scores of the tile.
+    assert memory.temp_size_in_bytes < 1.25 * latent
     shapes = {tuple(leaf.shape) for leaf in jax.tree.leaves(cache.segments) if leaf.nbytes == latent}
     for shape in shapes:
         text = ",".join(map(str, shape))
@@ -231,6 +240,7 @@ def test_routing_of_ties_bias_and_weights(tiny) -> None:
     assert np.ptp(weights) > 0.01
 
 
+@FLOAT32_SLOWLY
 def test_all_tokens_to_one_pair_of_experts_through_the_network(tiny) -> None:
     """A one-sided batch is still exact: chunks, decode and the whole agree when every layer routes one way."""
     model = tiny("k31_tiny")

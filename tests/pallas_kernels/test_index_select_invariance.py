@@ -88,6 +88,11 @@ def check(seed, distinct, exact, signs):
         np.testing.assert_array_equal(
             program(shards, True)(q, pages, w, np.minimum(positions, S - 1), table), whole)
         count += 2
+        if not interpreted:
+            quantized = index_select.quantize_keys(k, "fp8")
+            np.testing.assert_array_equal(
+                program(shards, False)(q, quantized, w, positions),
+                index_select.select(q, quantized, w, positions, TOP_K))
 
 check()
 print(count)

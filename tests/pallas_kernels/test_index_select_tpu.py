@@ -241,6 +241,7 @@ print(cases)
 """
 
 
+@pytest.mark.slow
 def test_keys_sharded_over_three_devices() -> None:
     """Rows that do not divide by the devices, and a merge in the order of the shards."""
     environment = os.environ | {

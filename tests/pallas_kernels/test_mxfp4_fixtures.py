@@ -22,7 +22,8 @@ IMPLEMENTATIONS = {
     "xla": ("packed_kn", lambda x, w: matmul(x, w, implementation="xla")),
     "tpu": ("packed_kn", lambda x, w: tpu.matmul(x, w, None, None, TPU)),
     "tpu float4": ("float4_kn", lambda x, w: tpu.matmul(x, w, None, None, TPU)),
-    "gpu": ("packed_nk", lambda x, w: gpu.matmul(x, w, None, None, GPU)),
+    "gpu, hopper": ("packed_nk", lambda x, w: gpu.matmul(x, w, None, None, GPU)),
+    "gpu, blackwell": ("packed_nk", lambda x, w: gpu.matmul(x, w, None, None, GPU)),
 }
 
 
@@ -39,7 +40,10 @@ def padded(fixture: dict[str, np.ndarray]) -> MXFP4Tensor:
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["mxfp4_table", "mxfp4_quant"])
-def test_rows_of_the_identity_read_the_recorded_weights(name: str, implementation: str) -> None:
+def test_rows_of_the_identity_read_the_recorded_weights(
+    name: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "_has_tensor_memory", lambda: "blackwell" in implementation)
     fixture = load_file(DATA / f"{name}.safetensors")
     layout, run = IMPLEMENTATIONS[implementation]
     w = jax.tree.map(jnp.asarray, padded(fixture)).to_layout(layout)

@@ -16,8 +16,8 @@ from jax.test_util import check_grads
 from safetensors.numpy import load_file
 
 from pallas_kernels import sparse_attention
+from pallas_kernels.sparse_attention import reference, xla
 from pallas_kernels.sparse_attention import rows as key_rows
-from pallas_kernels.sparse_attention import xla
 
 DATA = Path(__file__).parents[1] / "golden" / "data"
 attend = sparse_attention.sparse_attention
@@ -178,6 +178,32 @@ def test_poison_outside_the_selection_never_shows():
         got = (*value, *pullback(jax.tree.map(jnp.ones_like, value)))
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("form", ["reference", "gathered", "masked"])
+def test_a_nan_reaches_the_queries_that_select_it_alone(form):
+    """Also where a product over the keys is shared with the queries that did not."""
+    q, kv, indices, _ = random_problem(queries=20)
+    selects = np.asarray(indices == 3).any(axis=-1)
+    selects[1] = False
+    assert 0 < selects[0].sum() < 20
+    run = {
+        "reference": functools.partial(reference.sparse_attention),
+        "gathered": functools.partial(xla.sparse_attention, masked=False),
+        "masked": functools.partial(xla.sparse_attention, masked=True),
+    }[form]
+
+    def results(kv):
+        value, pullback = jax.vjp(lambda q: run(q, kv, indices, 0.4, 7), q)
+        return (*value, *pullback(jax.tree.map(jnp.ones_like, value)))
+
+    for poison in (jnp.nan, jnp.inf):
+        for got, want in zip(results(kv.at[0, 3, 2].set(poison)), results(kv), strict=True):
+            np.testing.assert_allclose(
+                np.asarray(got)[~selects], np.asarray(want)[~selects], rtol=1e-6, atol=1e-6
+            )
+    o, logsumexp, _ = results(kv.at[0, 3, 2].set(jnp.nan))
+    assert np.isnan(np.asarray(o)[selects]).all() and np.isnan(np.asarray(logsumexp)[selects]).all()
 
 
 def test_extreme_logits_neither_overflow_nor_vanish():

@@ -179,6 +179,25 @@ def test_a_selected_nan_is_not_hidden() -> None:
     assert not np.isnan(np.asarray(o)[0]).any()
 
 
+def test_a_nan_reaches_the_queries_that_select_it_alone() -> None:
+    """Among queries that share keys: output, logsumexp and dq of the others are what they are without it."""
+    q, kv = inputs(38, keys=LONG)
+    indices = random_indices(39, keys=LONG)
+    # Of the sequence's queries only the last selects the key.
+    indices[0, 2, 0] = 77
+    indices[0, :2] = np.where(indices[0, :2] == 77, 78, indices[0, :2])
+
+    def results(kv: jax.Array) -> tuple[jax.Array, ...]:
+        value, pull_back = jax.vjp(lambda q: run_shared(q, kv, indices), q)
+        return (*value, *pull_back(jax.tree.map(jnp.ones_like, value)))
+
+    poisoned = results(kv.at[0, 77, 1].set(jnp.nan))
+    for found, expected in zip(poisoned, results(kv), strict=True):
+        assert np.isnan(np.asarray(found)[0, 2]).all()
+        np.testing.assert_array_equal(np.asarray(found)[0, :2], np.asarray(expected)[0, :2])
+        np.testing.assert_array_equal(np.asarray(found)[1], np.asarray(expected)[1])
+
+
 def test_large_logits_neither_overflow_nor_vanish() -> None:
     q, kv = inputs(12)
     indices = random_indices(13)
@@ -221,6 +240,7 @@ def test_gradients() -> None:
     check_gradients(run, *inputs(14), random_indices(15))
 
 
+@pytest.mark.slow
 @settings(max_examples=3)
 @given(indices=long_selections(), seed=st.integers(0, 2**16))
 def test_gradients_of_shared_keys(indices: np.ndarray, seed: int) -> None:

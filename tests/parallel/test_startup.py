@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from moe28t_jax.parallel import startup
 from moe28t_jax.parallel.launch import PORT, Launch, detect_launch, first_host, set_tpu_options
 from moe28t_jax.parallel.startup import initialize_distributed
 
@@ -48,6 +49,16 @@ LAUNCHES = [
         Launch("slurm", f"gpu007:{PORT + 2}", 4, 3),
     ),
     (
+        {"SLURM_STEP_NODELIST": "one,two", "SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_NUM_NODES": "4",
+         "PMI_SIZE": "4", "PMI_RANK": "1"},
+        Launch("slurm", f"one:{PORT}", 4, 1),
+    ),
+    (
+        {"SLURM_STEP_NODELIST": "one,two", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_NODES": "2",
+         "PMI_SIZE": "8", "PMI_RANK": "5", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1", "MASTER_ADDR": "one"},
+        Launch("mpi", f"one:{PORT}", 8, 5, 1),
+    ),
+    (
         {"SLURM_STEP_NODELIST": "one,two", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_STEP_NUM_NODES": "2",
          "SLURM_LOCALID": "1", "SLURM_JOB_ID": "1024"},
         Launch("slurm", f"one:{PORT}", 4, 3, 1),
@@ -73,6 +84,8 @@ REFUSED = [
     ({"MOE28T_PROCESSES": "2"}, "MOE28T_PROCESS, the number of this one"),
     ({"MOE28T_PROCESSES": "2", "MOE28T_PROCESS": "1"}, "set MOE28T_COORDINATOR to host:port"),
     ({"MOE28T_PROCESSES": "2", "MOE28T_PROCESS": "2", "MOE28T_COORDINATOR": "a:1"}, "process 2 of 2"),
+    ({"MOE28T_PROCESSES": "2", "MOE28T_PROCESS": "1", "MOE28T_COORDINATOR": "a:65535"}, "port 1 to 65534"),
+    ({"MOE28T_PROCESSES": "2", "MOE28T_PROCESS": "1", "MOE28T_COORDINATOR": "a:0"}, "port 1 to 65534"),
     ({"WORLD_SIZE": "two", "RANK": "0", "MASTER_ADDR": "a"}, "WORLD_SIZE is 'two'"),
     ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "set MOE28T_COORDINATOR"),
 ]
@@ -82,6 +95,16 @@ REFUSED = [
 def test_variables_that_do_not_fit(environment: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         detect_launch(environment)
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf", "1e9"])
+def test_a_timeout_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "_running", None)
+    environment = {
+        "MOE28T_PROCESSES": "2", "MOE28T_PROCESS": "1", "MOE28T_COORDINATOR": "a:1", "MOE28T_TIMEOUT": text,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=f"MOE28T_TIMEOUT is '{text}'; it is a number of seconds"):
+        initialize_distributed(environment=environment)
 
 
 def test_node_lists() -> None:
@@ -104,7 +127,8 @@ def test_options_of_a_tpus_compiler() -> None:
     assert other == {}
 
 
-def test_a_process_alone_connects_to_nothing() -> None:
+def test_a_process_alone_connects_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "_running", None)
     assert initialize_distributed(environment={}) == Launch()
 
 
@@ -233,6 +257,26 @@ def test_processes_that_are_done_leave_the_others_alone() -> None:
             assert process.poll() is None
             _, error = process.communicate("\n", timeout=60)
             assert (process.returncode, error) == (0, "")
+
+
+def test_strangers_are_sent_away() -> None:
+    port = free_port()
+    arguments = [[str(number), "2", str(port), "20"] for number in range(2)]
+    with started(WATCH, 1, arguments) as (first,):
+        for greeting in (b"GET / HTTP/1.1\r\n\r\n", b"5\n", b'{"process": 1}\n', b"\xff\n"):
+            stranger = None
+            while stranger is None:
+                try:
+                    stranger = socket.create_connection(("127.0.0.1", port), 20)
+                except ConnectionRefusedError:
+                    time.sleep(0.05)
+            with stranger:
+                stranger.sendall(greeting)
+                # Sent away, where a process would be kept waiting.
+                assert stranger.recv(1) == b""
+        with started(WATCH, 1, arguments[1:]) as (second,):
+            for process in (first, second):
+                assert process.stdout is not None and process.stdout.readline() == "together\n"
 
 
 def test_a_process_that_does_not_come_is_named() -> None:

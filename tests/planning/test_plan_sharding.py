@@ -1,7 +1,10 @@
 """The planner counts the bytes of the arrays that a program is compiled for: weights and caches on every mesh file."""
 
+import importlib.util
+import json
 from functools import lru_cache
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -59,3 +62,22 @@ def test_a_long_sequence_alone() -> None:
     cache = jax.eval_shape(lambda: init_cache(MOE28T, 1, 1_048_576, jnp.bfloat16, True, channel_multiple=128))
     state = bytes_of_one_device(cache, cache_shardings(cache, mesh))
     assert plan.per_device.state <= state <= plan.per_device.state + 4
+
+
+def test_compiled_programs_take_what_was_planned() -> None:
+    """The compilers' own figures, as far as `benchmarks/compile_pods.py` has recorded them."""
+    root = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location(
+        "compared", root / "benchmarks" / "plan_against_compiler.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    reports = json.loads((root / "docs" / "compile_reports.json").read_text("utf-8"))
+    ratios = {
+        name: found["arguments_ratio"]
+        for name, report in reports.items()
+        if (found := module.compare(report))
+    }
+    assert ratios
+    assert {name: ratio for name, ratio in ratios.items() if not 0.99 < ratio < 1.01} == {}

@@ -150,7 +150,8 @@ def rule_of(devices, experts, tensor):
         elif len(spec) == 2 and parameter.shape[0] % 2 == 0:
             spec[0] = "expert"
         if layers is not None and len(layers) > 1:
-            spec.insert(0, None)
+            # The two layers of the stack on different devices, where nothing else is divided.
+            spec.insert(0, "tensor" if tensor == 2 and not any(spec) else None)
         return NamedSharding(mesh, PartitionSpec(*spec))
     return rule
 def check(found, wanted):
@@ -246,7 +247,9 @@ def test_processes_save_together(data: Path, tmp_path: Path) -> None:
     assert_equal(load_orbax(target)[0], load_parameters(source, stacked=True)[0])
 
 
-def test_asynchronous_saves(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asynchronous_saves(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     parameters, config = load_parameters(data / "kimi_linear_tiny")
     save = save_orbax(tmp_path / "x", parameters, config, asynchronous=True)
     save.wait()
@@ -261,10 +264,12 @@ def test_asynchronous_saves(data: Path, tmp_path: Path, monkeypatch: pytest.Monk
         write_item(folder, item, values)
 
     monkeypatch.setattr(orbax, "write_item", full)
+    caplog.clear()
     failing = save_orbax(tmp_path / "x", changed(parameters), config, asynchronous=True)
     with pytest.raises(OSError, match="No space left"):
         failing.wait()
     failing.wait()
+    assert "A save in the background failed" in caplog.text
     assert (tmp_path / "x" / "orbax.json").stat().st_ino == before
     assert_equal(load_orbax(tmp_path / "x", stacked=False)[0], parameters)
     assert [file.name for file in tmp_path.iterdir()] == ["x"]
@@ -406,6 +411,12 @@ def test_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint to replace"):
         save_orbax(tmp_path / "home", parameters, config)
     save_orbax(tmp_path / "x", parameters, config)
+    with pytest.raises(CheckpointError, match=r"There is no file '.*absent' to copy along"):
+        save_orbax(tmp_path / "x", parameters, config, extra_files=[tmp_path / "absent"])
+    assert config.moe is not None
+    other = config.override({"moe.intermediate_size": 2 * config.moe.intermediate_size})
+    with pytest.raises(CheckpointError, match=r"'mlp.experts.gate' in item .* shape"):
+        load_orbax(tmp_path / "x", other)
     with pytest.raises(CheckpointError, match="is the source"):
         export_orbax(tmp_path / "x", tmp_path / "x")
     damage: list[tuple[str, Callable[[Path], Any], str]] = [
@@ -416,7 +427,16 @@ def test_refused(data: Path, tmp_path: Path) -> None:
             r"'embedding' in item 'globals' .* shape",
         ),
         ("gone", lambda x: shutil.rmtree(x / "globals" / "ocdbt.process_0"), "globals' cannot be restored"),
-        ("swapped", lambda x: swap(x / "layers" / "00000", x / "layers" / "00001"), "lacks the parameter"),
+        (
+            "swapped",
+            lambda x: swap(x / "layers" / "00001", x / "layers" / "00002"),
+            "was saved as 'layers/00002'",
+        ),
+        (
+            "fewer",
+            lambda x: shutil.copytree(x / "layers" / "00000", x / "layers" / f"{config.num_layers:05d}"),
+            "more layers than",
+        ),
     ]
     for name, damaging, message in damage:
         shutil.copytree(tmp_path / "x", tmp_path / name)

@@ -362,3 +362,14 @@ def test_two_writers_of_one_folder(data: Path, tmp_path: Path) -> None:
     finally:
         os.close(handle)
     save_parameters(tmp_path / "x", parameters, config)
+
+
+def test_a_checkpoint_that_was_moved_aside_is_moved_back(data: Path, tmp_path: Path) -> None:
+    """What a kill between two renames leaves on a file system that cannot exchange folders."""
+    parameters, config = load_parameters(data / "kimi_linear_tiny")
+    save_parameters(tmp_path / "x", parameters, config)
+    (tmp_path / "x" / "tiktoken.model").write_text("tokens")
+    (tmp_path / "x").rename(tmp_path / ".x.replaced")
+    save_parameters(tmp_path / "x", parameters, config)
+    assert [file.name for file in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x" / "tiktoken.model").read_text() == "tokens"

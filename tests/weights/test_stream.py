@@ -1,9 +1,11 @@
 """Streaming load: the same arrays, only the bytes that are needed, interrupted and damaged stores."""
 
 import json
+import os
 import sys
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ from moe28t_jax.config import ModelConfig
 from moe28t_jax.weights import (
     Checkpoint,
     CheckpointError,
-    LoadReport,
     describe,
     fake_checkpoint,
     load_parameters,
@@ -29,7 +30,8 @@ from moe28t_jax.weights import (
 )
 from moe28t_jax.weights.checksums import CHECKSUM_FILE, PartialChecksum, combine_crc32, write_checksums
 from moe28t_jax.weights.range_cache import CachedStore
-from moe28t_jax.weights.store import LocalStore, Retry, open_store
+from moe28t_jax.weights.store import FileState, LocalStore, RemoteStore, Retry, open_store
+from moe28t_jax.weights.stream_source import StreamedCheckpoint
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor
 
 
@@ -244,10 +246,55 @@ def test_the_cache_serves_any_range(tmp_path: Path) -> None:
             store = CachedStore(LocalStore(tmp_path / "store"), tmp_path / "cache")
             assert store.read("x", 0, 200) == content
     assert store.traffic.bytes_read < 200
-    # A changed object is another one.
-    (tmp_path / "store" / "x").write_bytes(content[::-1] + b"!")
+    # A changed object is another one, also of the same size.
+    (tmp_path / "store" / "x").write_bytes(content[::-1])
+    os.utime(tmp_path / "store" / "x", (1, 1))
     changed = CachedStore(LocalStore(tmp_path / "store"), tmp_path / "cache")
     assert changed.read("x", 0, 200) == content[::-1]
+
+    class Unversioned(LocalStore):
+        def state(self, file: str) -> FileState:
+            return FileState(super().state(file).size, "")
+
+    with pytest.raises(CheckpointError, match="neither ETag nor time of modification"):
+        CachedStore(Unversioned(tmp_path / "store"), tmp_path / "cache").read("x", 0, 200)
+
+
+def test_threads_that_find_a_damaged_range_fetch_it_again(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 256
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "x").write_bytes(content)
+    for attempt in range(5):
+        cache = tmp_path / f"cache{attempt}"
+        CachedStore(LocalStore(tmp_path / "store"), cache).read("x", 0, len(content))
+        next(cache.glob("*.ranges")).write_bytes(bytes(len(content)))
+        store = CachedStore(LocalStore(tmp_path / "store"), cache)
+        places = range(0, len(content), 4096)
+        with ThreadPoolExecutor(8) as pool:
+            parts = list(pool.map(store.read, "x" * len(places), places, (place + 4096 for place in places)))
+        assert b"".join(parts) == content
+
+
+def test_an_object_of_the_same_size_that_changes_meanwhile(synthetic: Path) -> None:
+    """Listings that a file system keeps must not hide it."""
+    store = RemoteStore(copy_to_memory(synthetic, "bucket/changing"))
+    checkpoint = StreamedCheckpoint(store)
+    shard = checkpoint.shard_of(next(iter(checkpoint)))
+    checkpoint.check_unchanged(shard)
+    files = store._files
+    listed = {item["name"]: item for item in files.ls("/bucket/changing", detail=True)}
+    content = files.cat_file(f"/bucket/changing/{shard}")
+
+    def kept(path: str, **_: object) -> dict[str, object]:
+        # As file systems with a listing cache answer until it is told to forget.
+        return listed[path] if path in listed else type(files).info(files, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "info", kept)
+        patch.setattr(files, "invalidate_cache", lambda path=None: listed.pop(path, None))
+        files.pipe_file(f"/bucket/changing/{shard}", content)
+        with pytest.raises(CheckpointError, match="was changed while it was read"):
+            checkpoint.check_unchanged(shard)
 
 
 # -- damage ----------------------------------------------------------------------------------------------------
@@ -348,7 +395,26 @@ def test_arguments(data: Path, options: dict[str, Any], message: str) -> None:
         stream_parameters(data / "k31_tiny", **options)
 
 
-def test_open_store_of_a_file(tmp_path: Path) -> None:
+def test_a_checksum_file_of_another_checkpoint(synthetic: Path, tmp_path: Path) -> None:
+    folder = damaged(synthetic, tmp_path / "x")
+    content = json.loads((folder / CHECKSUM_FILE).read_text())
+    name, _ = content["tensors"].popitem()
+    (folder / CHECKSUM_FILE).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=rf"only one of them has the tensor '{name}'"):
+        stream_parameters(folder)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         open_store(tmp_path / "absent")
-    assert LoadReport.__dataclass_fields__.keys() >= {"needed_bytes", "data_bytes", "header_bytes"}
+
+
+def test_mistakes_are_not_repeated() -> None:
+    waits: list[float] = []
+
+    def action() -> None:
+        raise TypeError("unexpected argument")
+
+    with pytest.raises(CheckpointError, match="It cannot be read: TypeError, unexpected argument"):
+        Retry(sleep=waits.append).call(action, "It", lambda: None)
+    assert not waits

@@ -153,6 +153,33 @@ def test_a_killed_load_from_s3_goes_on(s3: dict[str, str], tmp_path: Path) -> No
     assert 0.1 * both < cache < 0.9 * both
 
 
+CHANGED = """
+import boto3
+from moe28t_jax.weights import CheckpointError
+from moe28t_jax.weights.store import RemoteStore
+from moe28t_jax.weights.stream_source import StreamedCheckpoint
+checkpoint = StreamedCheckpoint(RemoteStore("s3://bucket/model"))
+shard = checkpoint.shard_of(next(iter(checkpoint)))
+checkpoint.check_unchanged(shard)
+other = boto3.client("s3")
+content = other.get_object(Bucket="bucket", Key=f"model/{shard}")["Body"].read()
+other.put_object(Bucket="bucket", Key=f"model/{shard}", Body=content[::-1])
+try:
+    checkpoint.check_unchanged(shard)
+except CheckpointError as error:
+    print(error)
+other.put_object(Bucket="bucket", Key=f"model/{shard}", Body=content)
+"""
+
+
+def test_an_object_overwritten_by_one_of_equal_size_is_seen(s3: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHANGED], env=os.environ | s3, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "was changed while it was read" in done.stdout
+
+
 MEMORY = """
 import json, sys
 from pathlib import Path

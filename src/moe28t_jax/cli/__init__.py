@@ -104,6 +104,10 @@ def _parser() -> argparse.ArgumentParser:
         "--model", default="nano", help="checkpoint folder, s3:// or gs:// address, or nano (default)"
     )
     loaded.add_argument(
+        "--cache", type=Path, metavar="FOLDER",
+        help="keep here what an address sends, so that an interrupted load goes on; delete it afterwards",
+    )  # fmt: skip
+    loaded.add_argument(
         "--accept-licence", metavar="SHA256", help="load weights whose licence is not known and has this hash"
     )
     loaded.add_argument(
@@ -113,6 +117,10 @@ def _parser() -> argparse.ArgumentParser:
     loaded.add_argument(
         "--max-context", type=_positive, metavar="TOKENS",
         help="longest sequence; default the model's own limit",
+    )  # fmt: skip
+    loaded.add_argument(
+        "--mesh", metavar="FILE",
+        help="mesh file, by path or by name, whose devices share the model; default one device",
     )  # fmt: skip
     loaded.add_argument(
         "--kernels", choices=("tpu", "gpu"),

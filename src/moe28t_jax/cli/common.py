@@ -61,6 +61,11 @@ def load_model(options: argparse.Namespace) -> Any:
 
     from moe28t_jax.api import load
 
+    mesh = None
+    if options.mesh is not None:
+        from moe28t_jax.parallel import load_mesh_file, make_mesh
+
+        mesh = make_mesh(load_mesh_file(options.mesh))
     dtype = options.dtype
     if dtype == "auto":
         # A CPU has no fast bfloat16 arithmetic.
@@ -70,11 +75,13 @@ def load_model(options: argparse.Namespace) -> Any:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         return load(
             options.model,
+            mesh=mesh,
             dtype=dtype,
             max_context=options.max_context,
             overrides=overrides(options),
             progress=progress,
             accept_licence=options.accept_licence,
+            cache=options.cache,
         )
 
 

@@ -28,37 +28,56 @@ def run_compile(options: argparse.Namespace) -> int:
             }
         )
     mesh = load_mesh_file(options.mesh)
+    if options.text is not None and not options.text.parent.is_dir():
+        fail(
+            f"--text {str(options.text)!r} is in a folder that does not exist; make {str(options.text.parent)!r}."
+        )
     # Before JAX starts, which reads them then.
     prepare_environment(mesh)
-    if options.save is not None:
-        _keep_programs(options.save)
+    before = set() if options.save is None else _keep_programs(options.save)
+
+    import jax
 
     from moe28t_jax.planning.compile import compile_step
 
-    report = compile_step(
-        config, mesh, options.phase, options.batch, options.context, options.chunk,
-        explicit=not options.automatic, model=options.preset,
-    )  # fmt: skip
+    try:
+        report = compile_step(
+            config, mesh, options.phase, options.batch, options.context, options.chunk,
+            explicit=not options.automatic, model=options.preset,
+        )  # fmt: skip
+    except jax.errors.JaxRuntimeError as error:
+        reason = next(iter(str(error).strip().splitlines()), "without a reason")[:300].rstrip(".")
+        fail(f"The compiler refuses {options.phase} on {mesh.name} ({reason}).")
+    except RuntimeError as error:
+        fail(str(error))
     if options.text is not None:
         options.text.write_text(report.text, encoding="utf-8")
+    kept = [] if options.save is None else sorted(_programs(options.save) - before)
     if options.json:
-        print(
-            json_text(report.to_json() | ({"saved": str(options.save)} if options.save is not None else {}))
-        )
+        print(json_text(report.to_json() | ({"saved": kept} if options.save is not None else {})))
     else:
         from moe28t_jax.planning.compile.table import print_report
 
         print_report(report)
+        if options.save is not None:
+            print(f"Kept {', '.join(kept) or 'nothing new'} in {str(options.save)!r}.")
     return 0 if report.fits else 1
 
 
-def _keep_programs(folder: Path) -> None:
+def _programs(folder: Path) -> set[str]:
+    """Names of the entries of a compilation cache; beside each may be when it was last used."""
+    return {entry.name for entry in folder.iterdir() if not entry.name.endswith("-atime")}
+
+
+def _keep_programs(folder: Path) -> set[str]:
+    """Let JAX keep what it compiles in the folder, made if need be; the entries that are there already."""
     import jax
 
     folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return _programs(folder)
 
 
 def add_compile_options(command: argparse.ArgumentParser, positive: Any) -> None:

@@ -149,9 +149,7 @@ def _mla(config: ModelConfig) -> Iterator[Parameter]:
         yield _linear("attention.q_a_proj", hidden, rank, ("embed", "latent"), "self_attn.q_a_proj", "mla")
         yield _vector("attention.q_a_norm", rank, "latent", "self_attn.q_a_layernorm.weight", "mla")
         # One axis only: heads and latent would both be divided over the same devices.
-        yield _linear(
-            "attention.q_b_proj", rank, q_size, (None, "mla_heads"), "self_attn.q_b_proj", "mla"
-        )
+        yield _linear("attention.q_b_proj", rank, q_size, (None, "mla_heads"), "self_attn.q_b_proj", "mla")
     yield _linear(
         "attention.kv_a_proj", hidden, mla.latent_dim, ("embed", None), "self_attn.kv_a_proj_with_mqa", "mla"
     )

@@ -51,7 +51,7 @@ class Result(NamedTuple):
 def _embed(
     parameters: Parameters, inputs: Inputs, valid_BT: Bool[Array, "B T"], config: ModelConfig
 ) -> Float[Array, "B T D"]:
-    x_BTD = embed(parameters["embedding"], inputs.token_ids)
+    x_BTD = embed(parameters["embedding"], jnp.asarray(inputs.token_ids))
     if inputs.image_features is None:
         return x_BTD
     features_ND = jnp.asarray(inputs.image_features)

@@ -136,7 +136,7 @@ def _fetch(
         received_RJ = needed_RJ[me] & (rank_R == donor_R[me])[:, None]
         return lax.ragged_all_to_all(
             stack.reshape(layers * experts, *shape),
-            lax.empty((experts, *shape), stack.dtype),
+            jnp.zeros((experts, *shape), stack.dtype),
             (layer * experts + expert_RJ).reshape(-1),
             sent_RJ.astype(jnp.int32).reshape(-1),
             expert_RJ.reshape(-1),

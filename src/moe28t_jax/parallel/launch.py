@@ -52,14 +52,14 @@ def set_tpu_options(environment: MutableMapping[str, str], kind: str = "") -> No
 
 def detect_launch(environment: Mapping[str, str]) -> Launch:
     """Understand the variables of the launchers, in this order: one's own (`MOE28T_COORDINATOR`, `MOE28T_PROCESSES`,
-    `MOE28T_PROCESS`), torchrun, MPI (Open MPI, and launchers with PMI), Slurm steps, TPU pods.
+    `MOE28T_PROCESS`), torchrun, Open MPI, Slurm steps, launchers with PMI (MPICH, Intel MPI), TPU pods.
 
     `MOE28T_COORDINATOR` (`host:port`) also replaces the coordinator of any other launcher. One process is `alone`,
     whatever started it.
 
     Raises ValueError for numbers that do not fit together, and where a launcher does not tell the first host.
     """
-    for detect in (_own, _torchrun, _mpi, _slurm, _tpu):
+    for detect in (_own, _torchrun, _open_mpi, _slurm, _pmi, _tpu):
         launch = detect(environment)
         if launch is not None:
             return _checked(launch) if launch.processes > 1 else Launch()
@@ -72,10 +72,12 @@ def _checked(launch: Launch) -> Launch:
             f"{launch.launcher} says that this is process {launch.process} of {launch.processes}; processes are "
             f"counted from 0 to {launch.processes - 1}."
         )
-    if not re.fullmatch(r".+:\d{1,5}", launch.coordinator):
+    port = re.fullmatch(r".+:(\d{1,5})", launch.coordinator)
+    # The port after it is used too.
+    if port is None or not 1 <= int(port[1]) <= 65_534:
         raise ValueError(
             f"The coordinator of the {launch.processes} processes is {launch.coordinator!r} ({launch.launcher}); set "
-            f"MOE28T_COORDINATOR to host:port of the first process, for example 10.0.0.1:{PORT}."
+            f"MOE28T_COORDINATOR to host:port of the first process, port 1 to 65534, for example 10.0.0.1:{PORT}."
         )
     return launch
 
@@ -112,27 +114,33 @@ def _torchrun(environment: Mapping[str, str]) -> Launch | None:
     )
 
 
-def _mpi(environment: Mapping[str, str]) -> Launch | None:
-    for size, rank, local_size, local_rank in (
-        (
-            "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_RANK",
-            "OMPI_COMM_WORLD_LOCAL_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_RANK",
-        ),
-        ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
-    ):
-        count, process = _number(environment, size), _number(environment, rank)
-        if count is None or process is None:
-            continue
-        together = _number(environment, local_size) or 1
-        local = _number(environment, local_rank) if together > 1 else None
-        host = environment.get("MASTER_ADDR", "")
-        if not host and together == count:
-            host = "127.0.0.1"
-        port = _number(environment, "MASTER_PORT") or PORT
-        return Launch("mpi", _coordinator(environment, host, port), count, process, local)
-    return None
+def _open_mpi(environment: Mapping[str, str]) -> Launch | None:
+    return _mpi(
+        environment,
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+    )
+
+
+def _pmi(environment: Mapping[str, str]) -> Launch | None:
+    return _mpi(environment, "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
+
+
+def _mpi(
+    environment: Mapping[str, str], size: str, rank: str, local_size: str, local_rank: str
+) -> Launch | None:
+    count, process = _number(environment, size), _number(environment, rank)
+    if count is None or process is None:
+        return None
+    together = _number(environment, local_size) or 1
+    local = _number(environment, local_rank) if together > 1 else None
+    host = environment.get("MASTER_ADDR", "")
+    if not host and together == count:
+        host = "127.0.0.1"
+    port = _number(environment, "MASTER_PORT") or PORT
+    return Launch("mpi", _coordinator(environment, host, port), count, process, local)
 
 
 def _slurm(environment: Mapping[str, str]) -> Launch | None:
@@ -141,6 +149,8 @@ def _slurm(environment: Mapping[str, str]) -> Launch | None:
     process = _number(environment, "SLURM_PROCID")
     if nodes is None or count is None or process is None:
         return None
+    if _number(environment, "PMI_SIZE") not in (None, count):
+        return None  # another launcher started these, and Slurm only the launcher
     hosts = _number(environment, "SLURM_STEP_NUM_NODES") or 1
     local = _number(environment, "SLURM_LOCALID") if count > hosts else None
     # Two jobs that share a host must not meet.

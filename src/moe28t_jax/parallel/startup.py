@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 from collections.abc import Mapping
 
@@ -11,6 +12,9 @@ from moe28t_jax.parallel.watch import HostError, Watch
 
 TIMEOUT = 120.0
 """Seconds to wait for all processes in the beginning, and for a sign of life of each afterwards."""
+
+LONGEST = 86_400
+"""Seconds: a day."""
 
 _running: tuple[Launch, Watch | None] | None = None
 
@@ -39,7 +43,7 @@ def initialize_distributed(
         _running = launch, None
         return launch
     if timeout is None:
-        timeout = float(environment.get("MOE28T_TIMEOUT", TIMEOUT))
+        timeout = _timeout(environment)
     host, port = launch.address
     watch = Watch((host, port + 1), launch.processes, launch.process, timeout)
 
@@ -71,6 +75,17 @@ def initialize_distributed(
     atexit.register(jax.distributed.shutdown)
     _running = launch, watch
     return launch
+
+
+def _timeout(environment: Mapping[str, str]) -> float:
+    text = environment.get("MOE28T_TIMEOUT", "") or str(TIMEOUT)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 1 <= seconds <= LONGEST:
+        raise ValueError(f"MOE28T_TIMEOUT is {text!r}; it is a number of seconds from 1 to {LONGEST}.")
+    return seconds
 
 
 def tell_failure(sentence: str) -> None:

@@ -23,6 +23,13 @@ _GRACE = 1.0
 """Seconds in which the cause of an error, another process's death, is waited for."""
 
 
+_HELLO = 5.0
+"""Seconds in which a new connection says who it is."""
+
+_LONGEST = 1 << 20
+"""Bytes of a message; what sends more is no process of ours."""
+
+
 class HostError(RuntimeError):
     """Another process of the program is gone, or did not come."""
 
@@ -48,7 +55,7 @@ class _Line:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout: float) -> dict[str, Any] | None:
-        """The next message; None where the other side closed. Raises TimeoutError."""
+        """The next message; None where the other side closed or speaks otherwise. Raises TimeoutError."""
         end = time.monotonic() + timeout
         while b"\n" not in self._rest:
             left = end - time.monotonic()
@@ -61,11 +68,15 @@ class _Line:
                 raise
             except OSError:
                 return None
-            if not data:
+            if not data or len(self._rest) > _LONGEST:
                 return None
             self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
-        return json.loads(line)
+        try:
+            message = json.loads(line)
+        except ValueError:
+            return None
+        return message if isinstance(message, dict) else None
 
 
 class Watch:
@@ -118,13 +129,14 @@ class Watch:
                 server.settimeout(max(0.01, end - time.monotonic()))
                 try:
                     connection, _ = server.accept()
-                    line = _Line(connection)
-                    hello = line.receive(max(0.01, end - time.monotonic()))
                 except TimeoutError:
                     raise HostError(self._missing()) from None
-                if hello is None or "process" not in hello:
-                    continue  # a stranger
-                number = int(hello["process"])
+                line = _Line(connection)
+                hello = self._hello(line, end)
+                if hello is None:
+                    connection.close()
+                    continue
+                number = hello["process"]
                 if hello["processes"] != self._processes or number in self._lines or number == 0:
                     line.send(refused=f"process 0 expects {self._processes} processes with different numbers")
                     raise HostError(
@@ -134,6 +146,17 @@ class Watch:
                 self._lines[number], self._hosts[number] = line, hello["host"]
         for line in self._lines.values():
             line.send(hosts=self._hosts)
+
+    def _hello(self, line: _Line, end: float) -> dict[str, Any] | None:
+        """What a new connection says of itself; None for a stranger, which anything may be that finds the port."""
+        try:
+            hello = line.receive(max(0.01, min(_HELLO, end - time.monotonic())))
+        except TimeoutError:
+            return None
+        kinds = {"moe28t": int, "process": int, "processes": int, "host": str}
+        if hello is None or any(type(hello.get(key)) is not kind for key, kind in kinds.items()):
+            return None
+        return hello
 
     def _missing(self) -> str:
         absent = [number for number in range(self._processes) if number not in self._hosts]
@@ -158,7 +181,7 @@ class Watch:
                     ) from None
                 time.sleep(0.2)
         line = _Line(connection)
-        line.send(process=self._process, processes=self._processes, host=self._hosts[self._process])
+        line.send(moe28t=1, process=self._process, processes=self._processes, host=self._hosts[self._process])
         try:
             # Process 0 waits as long for the others, and may have begun later.
             answer = line.receive(2 * self._timeout)

@@ -7,8 +7,9 @@ from moe28t_jax.weights.errors import CheckpointError
 from moe28t_jax.weights.fake import fake_checkpoint, slice_config
 from moe28t_jax.weights.layer import load_layer
 from moe28t_jax.weights.load import load_parameters
-from moe28t_jax.weights.orbax import is_orbax, load_orbax, load_orbax_layer, save_orbax
+from moe28t_jax.weights.orbax import is_orbax, save_orbax
 from moe28t_jax.weights.orbax_convert import convert_to_orbax, export_orbax
+from moe28t_jax.weights.orbax_restore import load_orbax, load_orbax_layer
 from moe28t_jax.weights.quantize import quantize_experts
 from moe28t_jax.weights.save import declared_values, save_parameters
 from moe28t_jax.weights.stream import LoadReport, stream_parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -73,9 +74,10 @@ def parse_checksums(content: object, where: str) -> dict[str, int]:
 def write_checksum_file(folder: Path, checksums: Mapping[str, int]) -> None:
     """Write the file beside the shards of a folder."""
     tensors = {name: f"{value:08x}" for name, value in sorted(checksums.items())}
-    write_file(
-        folder / CHECKSUM_FILE, (json.dumps({"algorithm": "crc32", "tensors": tensors}) + "\n").encode()
-    )
+    content = (json.dumps({"algorithm": "crc32", "tensors": tensors}) + "\n").encode()
+    partial = folder / f"{CHECKSUM_FILE}.partial"
+    write_file(partial, content)
+    os.replace(partial, folder / CHECKSUM_FILE)
 
 
 def write_checksums(folder: str | Path, progress: Progress | None = None) -> int:

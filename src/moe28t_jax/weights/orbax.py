@@ -8,24 +8,22 @@ layer can be restored alone, and any mesh or stacking can read what another wrot
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from rich.progress import Progress
 
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.config.declaration import Parameter, declare_globals, declare_layer, declare_vision
-from moe28t_jax.model.parameters import Group, Parameters, attach, build
-from moe28t_jax.weights.checkpoint import CONFIG_FILE, config_of, read_json
+from moe28t_jax.model.parameters import Parameters
 from moe28t_jax.weights.errors import CheckpointError, and_more
-from moe28t_jax.weights.load import checked_dtype
 from moe28t_jax.weights.publish import (
     ORBAX_FILE,
     beside,
@@ -36,11 +34,10 @@ from moe28t_jax.weights.publish import (
     write_file,
 )
 from moe28t_jax.weights.save import leaf_table, write_config
-from moe28t_jax.weights.stream_plan import ShardingRule
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor
 
-_FORMAT = "moe28t-orbax-1"
-Values = dict[str, Any]
+FORMAT = "moe28t-orbax-1"
+_log = logging.getLogger(__name__)
 
 
 def is_orbax(folder: str | Path) -> bool:
@@ -89,6 +86,8 @@ class OrbaxSave:
             self._action()
         except BaseException as error:
             self._error = error
+            # Nobody may ever wait.
+            _log.error("A save in the background failed, the previous checkpoint stays: %s", error)
 
     @property
     def done(self) -> bool:
@@ -131,6 +130,11 @@ def save_orbax(
         for item in item_names(config, parameters.has_vision)
     }
     extras = [Path(file) for file in extra_files]
+    absent = [str(file) for file in extras if not file.is_file()]
+    if absent:
+        raise CheckpointError(
+            f"There is no file {and_more(absent)} to copy along; leave it out or correct its path."
+        )
 
     def action() -> None:
         def write(work: Path) -> None:
@@ -165,11 +169,36 @@ def _together(folder: Path, write: Callable[[Path], None], finish: Callable[[Pat
         work.mkdir(exist_ok=True)
         clear(work)
     multihost.sync_global_processes(f"save_orbax:begin:{folder}")
-    write(work)
+    # Files tell the others of a failure: they wait at the next barrier, and would wait for good.
+    failed = beside(folder, "failed")
+    own = failed.with_name(f"{failed.name}.{jax.process_index()}")
+    own.unlink(missing_ok=True)
+    error = _attempt(own, partial(write, work))
     multihost.sync_global_processes(f"save_orbax:written:{folder}")
-    if first:
-        finish(work)
+    others = sorted(folder.parent.glob(f"{failed.name}.*"))
+    if first and not others:
+        error = _attempt(own, partial(finish, work))
     multihost.sync_global_processes(f"save_orbax:end:{folder}")
+    others = sorted(folder.parent.glob(f"{failed.name}.*"))
+    multihost.sync_global_processes(f"save_orbax:seen:{folder}")
+    own.unlink(missing_ok=True)
+    if error is not None:
+        raise error
+    if others:
+        numbers = ", ".join(file.name.rpartition(".")[2] for file in others)
+        raise CheckpointError(
+            f"{str(folder)!r} was not saved, the previous checkpoint stays: process {numbers} failed, and says why."
+        )
+
+
+def _attempt(mark: Path, action: Callable[[], None]) -> Exception | None:
+    """The error of an action, if there is one, after leaving a mark that it failed."""
+    try:
+        action()
+    except Exception as error:
+        mark.touch()
+        return error
+    return None
 
 
 def item_layer(item: str) -> int | None:
@@ -206,18 +235,19 @@ def write_item(folder: Path, item: str, values: Mapping[str, Any]) -> None:
     path = folder / item
     path.parent.mkdir(exist_ok=True)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(path, args=ocp.args.PyTreeSave(_nested(values)))
+        # A layer's item that takes the place of another one would not be noticed otherwise.
+        checkpointer.save(path, args=ocp.args.PyTreeSave(nested(values), custom_metadata={"item": item}))
 
 
 def write_description(folder: Path, config: ModelConfig, layout: str | None, vision: bool) -> None:
     """Write config.json and orbax.json."""
     quantized = config.override({"expert_quantization": None if layout is None else "mxfp4"})
     write_config(folder, quantized.to_hf())
-    content = {"format": _FORMAT, "layout": layout, "vision": vision}
+    content = {"format": FORMAT, "layout": layout, "vision": vision}
     write_file(folder / ORBAX_FILE, (json.dumps(content) + "\n").encode())
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values under nested names; an `MXFP4Tensor` as a dictionary of its two arrays."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
@@ -229,212 +259,3 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
             value = {"packed": value.packed, "scale_bytes": value.scale_bytes}
         node[last] = value
     return tree
-
-
-# -- restoring -------------------------------------------------------------------------------------------------
-class OrbaxCheckpoint:
-    """A folder that `save_orbax` wrote: `config`, `layout` of packed experts (None: unpacked), `has_vision`.
-
-    Raises CheckpointError when it is none.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).resolve()
-        path = self.folder / ORBAX_FILE
-        content = read_json(path)
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise CheckpointError(
-                f"{str(path)!r} is not the description of a {_FORMAT} checkpoint; save it again."
-            )
-        self.layout: str | None = content.get("layout")
-        self.has_vision = bool(content.get("vision"))
-        config = self.folder / CONFIG_FILE
-        self.config = config_of(read_json(config), str(config))
-
-    def require(self, items: Iterable[str]) -> None:
-        """Raise CheckpointError when one of the items is not there."""
-        absent = [item for item in items if not (self.folder / item).is_dir()]
-        if absent:
-            raise CheckpointError(
-                f"{str(self.folder)!r} lacks the item {and_more(absent)}; fetch it, or save the checkpoint again."
-            )
-
-    def restore(
-        self, item: str, sharding: ShardingRule | None = None, layout: str | None = None
-    ) -> Iterator[tuple[Parameter, Any]]:
-        """The parameters of one item with their values, on the shardings that the rule gives for one layer."""
-        import orbax.checkpoint as ocp
-
-        self.require([item])
-        parameters = item_parameters(self.config, item)
-        layer = item_layer(item)
-        path = self.folder / item
-        default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            try:
-                stored = _flat(checkpointer.metadata(path).item_metadata.tree)
-                wanted: Values = {}
-                for parameter in parameters:
-                    rule = (
-                        sharding(parameter, None if layer is None else (layer,))
-                        if sharding is not None
-                        else None
-                    )
-                    wanted[parameter.name] = self._abstract(parameter, item, stored, rule or default)
-                target = _nested(wanted)
-                restored = checkpointer.restore(
-                    path,
-                    args=ocp.args.PyTreeRestore(
-                        item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target)
-                    ),
-                )
-            except CheckpointError:
-                raise
-            except Exception as error:
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-                raise CheckpointError(f"The item {str(path)!r} cannot be restored: {reason}.") from error
-        for parameter in parameters:
-            node = restored
-            for part in parameter.name.split("."):
-                node = node[part]
-            if isinstance(node, dict):
-                tensor = MXFP4Tensor(node["packed"], node["scale_bytes"], self.layout or "packed_kn")
-                # On the devices, sharded as it is.
-                node = tensor if layout in (None, self.layout) else _to_layout(tensor, layout)
-            yield parameter, node
-
-    def _abstract(
-        self, parameter: Parameter, item: str, stored: Mapping[str, Any], sharding: jax.sharding.Sharding
-    ) -> Any:
-        shape = parameter.shape
-        if f"{parameter.name}.packed" in stored:
-            parts = {part: stored[f"{parameter.name}.{part}"] for part in ("packed", "scale_bytes")}
-            leaves = {
-                part: jax.ShapeDtypeStruct(tuple(one.shape), one.dtype, sharding=sharding)
-                for part, one in parts.items()
-            }
-            tensor = MXFP4Tensor(leaves["packed"], leaves["scale_bytes"], self.layout or "packed_kn")
-            found = (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
-        elif parameter.name in stored:
-            one = stored[parameter.name]
-            found, tensor = tuple(one.shape), None
-            leaves = {"": jax.ShapeDtypeStruct(found, one.dtype, sharding=sharding)}
-        else:
-            raise CheckpointError(
-                f"The item {item!r} of {str(self.folder)!r} lacks the parameter {parameter.name!r}: it is damaged or "
-                "its config.json belongs to another one."
-            )
-        if found != shape:
-            raise CheckpointError(
-                f"The parameter {parameter.name!r} in item {item!r} of {str(self.folder)!r} has shape {list(found)}, "
-                f"but the configuration makes it {list(shape)}: its config.json belongs to another checkpoint."
-            )
-        return tensor if tensor is not None else leaves[""]
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix[:-1]: tree}
-    found: dict[str, Any] = {}
-    for name, child in tree.items():
-        found |= _flat(child, f"{prefix}{name}.")
-    return found
-
-
-@partial(jax.jit, static_argnums=1)
-def _to_layout(tensor: MXFP4Tensor, layout: str) -> MXFP4Tensor:
-    return tensor.to_layout(layout)
-
-
-@partial(jax.jit, donate_argnums=0)
-def _insert(stack: Any, value: Any, index: jax.Array) -> Any:
-    return jax.tree.map(lambda stack, value: stack.at[index].set(value), stack, value)
-
-
-def load_orbax(
-    folder: str | Path,
-    stacked: bool = True,
-    sharding: ShardingRule | None = None,
-    layout: str | None = None,
-    dtype: Any = None,
-    vision: bool = True,
-    progress: Progress | None = None,
-) -> tuple[Parameters, ModelConfig]:
-    """Restore a checkpoint of `save_orbax` onto any mesh: each process reads what its devices hold.
-
-    `sharding` is the rule of `stream_parameters`; `layout` brings packed experts into another layout than they were
-    saved in, `dtype` casts the rest as `load_parameters` does (None: as saved). Stacks are filled layer by layer, in
-    place. Raises CheckpointError for a damaged checkpoint.
-    """
-    if dtype is not None:
-        dtype = checked_dtype(dtype, layout or "packed_kn")
-    checkpoint = OrbaxCheckpoint(folder)
-    config = checkpoint.config
-    vision = vision and checkpoint.has_vision
-    items = item_names(config, vision)
-    checkpoint.require(items)
-    task = progress.add_task("Restoring", total=len(items)) if progress is not None else None
-    places = _places(config, stacked, vision)
-    values: dict[tuple[str, tuple[int, ...] | None], Any] = {}
-    for item in items:
-        layer = item_layer(item)
-        for parameter, value in checkpoint.restore(item, sharding, layout):
-            layers = places[parameter.name, layer]
-            if dtype is not None and not isinstance(value, MXFP4Tensor):
-                wide = np.promote_types(dtype, np.float32)
-                value = value.astype(wide if parameter.dtype == "float32" else dtype)
-            if layers is None or len(layers) == 1:
-                values[parameter.name, layers] = value
-                continue
-            rule = sharding(parameter, layers) if sharding is not None else None
-            if (parameter.name, layers) not in values:
-                values[parameter.name, layers] = jax.tree.map(partial(_zeros, len(layers), rule), value)
-            index = jnp.int32(layers.index(layer if layer is not None else -1))
-            values[parameter.name, layers] = _insert(values[parameter.name, layers], value, index)
-        if progress is not None and task is not None:
-            progress.advance(task)
-    return build(config, stacked, lambda parameter, layers: values[parameter.name, layers], vision), config
-
-
-def _zeros(count: int, sharding: jax.sharding.Sharding | None, value: jax.Array) -> jax.Array:
-    return jnp.zeros((count, *value.shape), value.dtype, device=sharding or value.sharding)
-
-
-def _places(
-    config: ModelConfig, stacked: bool, vision: bool
-) -> dict[tuple[str, int | None], tuple[int, ...] | None]:
-    """For every parameter of every layer, the layers of the leaf that it is part of."""
-    places: dict[tuple[str, int | None], tuple[int, ...] | None] = {}
-
-    def make(parameter: Parameter, layers: tuple[int, ...] | None) -> np.ndarray:
-        for layer in layers or (None,):
-            places[parameter.name, layer] = layers
-        return np.empty(0)
-
-    build(config, stacked, make, vision)
-    return places
-
-
-def load_orbax_layer(
-    folder: str | Path, layer: int, sharding: ShardingRule | None = None, layout: str | None = None
-) -> Group:
-    """Restore one layer (counted from 0) and nothing else, as `Parameters.layers` gives it."""
-    checkpoint = OrbaxCheckpoint(folder)
-    if not 0 <= layer < checkpoint.config.num_layers:
-        raise ValueError(
-            f"The layer is {layer}, but this checkpoint has the layers 0 to {checkpoint.config.num_layers - 1}."
-        )
-    group = Group()
-    for parameter, value in checkpoint.restore(item_name(layer), sharding, layout):
-        attach(group, parameter.name, value)
-    return group
-
-
-__all__: Sequence[str] = (
-    "OrbaxCheckpoint",
-    "OrbaxSave",
-    "is_orbax",
-    "load_orbax",
-    "load_orbax_layer",
-    "save_orbax",
-)

@@ -19,13 +19,13 @@ from moe28t_jax.weights.errors import CheckpointError
 from moe28t_jax.weights.load import TensorLoader, checked_dtype
 from moe28t_jax.weights.matching import BLOCK, match, stored_names
 from moe28t_jax.weights.orbax import (
-    OrbaxCheckpoint,
     item_layer,
     item_names,
     item_parameters,
     write_description,
     write_item,
 )
+from moe28t_jax.weights.orbax_restore import OrbaxCheckpoint
 from moe28t_jax.weights.publish import beside, check_target, copy_extras, publish, work_folder
 from moe28t_jax.weights.safetensors import SafetensorsWriter, tensor_bytes
 from moe28t_jax.weights.save import StoredTensor, declared_tensors, shard_names, write_config, write_index

@@ -46,7 +46,15 @@ def beside(folder: Path, suffix: str) -> Path:
 
 
 def check_target(folder: Path) -> None:
-    """Raises CheckpointError when `folder` exists and is not a checkpoint, which is never replaced."""
+    """Raises CheckpointError when `folder` exists and is not a checkpoint, which is never replaced.
+
+    An old checkpoint that a killed `publish` had moved aside, and put nothing in the place of, is moved back.
+    """
+    aside = beside(folder, "replaced")
+    if not folder.exists() and aside.is_dir():
+        # Another process of the same save may do it first.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(aside, folder)
     if folder.is_dir():
         if any(folder.iterdir()) and not (folder / CONFIG_FILE).is_file():
             raise CheckpointError(
@@ -107,7 +115,9 @@ def publish(work: Path, folder: Path) -> None:
     """Make `work` the content of `folder` in one step; files of the old folder that are not weights move
     along.
 
-    Between any two system calls `folder` holds either the old checkpoint or the new one.
+    Between any two system calls `folder` holds either the old checkpoint or the new one. Where the file system cannot
+    exchange two folders there is one moment without it: the old one is then beside it as `.NAME.replaced`, and the next
+    save to the same place moves it back first.
     """
     if folder.is_dir():
         for old in folder.iterdir():

@@ -21,6 +21,8 @@ class CachedStore(Store):
     CRC-32 for each, written after its bytes. A range is used only if its bytes still give that checksum, so what a
     kill or a full disk left unfinished is fetched again. Names contain the file's version: a changed object begins
     anew. Several processes of one machine may share a folder.
+
+    Raises CheckpointError for a store that does not tell versions: a changed object could not be told from a kept one.
     """
 
     def __init__(self, store: Store, folder: str | Path) -> None:
@@ -57,6 +59,11 @@ class CachedStore(Store):
 
     def _file(self, file: str) -> _CachedFile:
         state = self._states.get(file) or self.state(file)
+        if not state.version:
+            raise CheckpointError(
+                f"{self.location(file)!r} has neither ETag nor time of modification, so that a change would not be "
+                "seen; load it without a cache."
+            )
         with self._lock:
             if file not in self._files:
                 self._files[file] = _CachedFile(self.folder, self.store.location(file), state)
@@ -88,6 +95,7 @@ class _CachedFile:
         self._data = os.open(folder / f"{name}.ranges", os.O_RDWR | os.O_CREAT, 0o644)
         journal = folder / f"{name}.journal"
         self._ranges: dict[int, tuple[int, int]] = {}
+        self._verified: set[int] = set()
         if journal.exists():
             for line in journal.read_text("ascii", errors="replace").splitlines():
                 fields = line.split()
@@ -109,13 +117,22 @@ class _CachedFile:
             stop, checksum = self._ranges[start]
         if stop <= position:
             return 0
+        count = min(len(target), stop - position)
+        if start in self._verified:
+            content = os.pread(self._data, count, position)
+            target[: len(content)] = content
+            return len(content)
         content = os.pread(self._data, stop - start, start)
-        if len(content) != stop - start or zlib.crc32(content) != checksum:
-            with self._lock:
+        whole = len(content) == stop - start and zlib.crc32(content) == checksum
+        with self._lock:
+            if whole:
+                self._verified.add(start)
+            elif self._ranges.get(start) == (stop, checksum):
+                # Another thread may have found the same, or fetched it again.
                 self._starts.remove(start)
                 del self._ranges[start]
+        if not whole:
             return 0
-        count = min(len(target), stop - position)
         target[:count] = content[position - start : position - start + count]
         return count
 

@@ -16,9 +16,25 @@ from moe28t_jax.weights.errors import CheckpointError
 T = TypeVar("T")
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 # What file systems call the value that changes with a file's content.
-_VERSIONS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "created")
+_VERSIONS = (
+    "ETag", "etag", "md5Hash", "generation", "sha256", "blob_id", "sha", "checksum", "mtime", "modified",
+    "last_modified", "LastModified", "Last-Modified", "created",
+)  # fmt: skip
 # These will be the same at the next try.
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, CheckpointError)
+# Packages of clients, whose errors are no OSError in part.
+_CLIENTS = (
+    "aiohttp",
+    "aiobotocore",
+    "botocore",
+    "gcsfs",
+    "google",
+    "requests",
+    "urllib3",
+    "httpx",
+    "fsspec",
+    "http",
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +49,7 @@ class Retry:
 
     def call(self, action: Callable[[], T], what: str, count: Callable[[], None]) -> T:
         """The action's result. Raises CheckpointError naming `what` when every attempt failed, and at once for an
-        error that would repeat (absent, not allowed)."""
+        error that would repeat: absent, not allowed, or none of a connection."""
         for attempt in range(self.attempts):
             try:
                 return action()
@@ -42,6 +58,11 @@ class Retry:
                     raise
                 raise CheckpointError(f"{what} cannot be read: {_reason(error)}.") from error
             except Exception as error:
+                client = type(error).__module__.partition(".")[0] in _CLIENTS
+                if not client and not isinstance(error, (OSError, TimeoutError, EOFError)):
+                    raise CheckpointError(
+                        f"{what} cannot be read: {type(error).__name__}, {_reason(error)}."
+                    ) from error
                 if attempt + 1 == self.attempts:
                     raise CheckpointError(
                         f"{what} could not be read in {self.attempts} attempts ({_reason(error)}); check the "
@@ -79,7 +100,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class FileState:
-    """Size in bytes, and what changes whenever the content does (a time of modification, an ETag)."""
+    """Size in bytes, and what changes whenever the content does (a time of modification, an ETag); "" where a store
+    tells no such thing."""
 
     size: int
     version: str
@@ -230,7 +252,9 @@ class RemoteStore(Store):
 
     def names(self) -> list[str]:
         def action() -> list[str]:
-            found = self._files.ls(self._root, detail=True, refresh=True)
+            # File systems keep listings; not all know a `refresh` argument.
+            self._files.invalidate_cache(self._root)
+            found = self._files.ls(self._root, detail=True)
             return sorted(
                 item["name"].rstrip("/").rpartition("/")[2] for item in found if item["type"] == "file"
             )
@@ -239,6 +263,8 @@ class RemoteStore(Store):
 
     def state(self, file: str) -> FileState:
         def action() -> FileState:
+            # Else the answer may be that of an earlier listing, and a change would not be seen.
+            self._files.invalidate_cache(self._path(file))
             info = self._files.info(self._path(file))
             version = next((info[key] for key in _VERSIONS if info.get(key)), "")
             return FileState(int(info["size"]), str(version))

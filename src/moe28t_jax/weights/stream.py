@@ -239,10 +239,15 @@ class _Reader:
     def run(self, pool: ThreadPoolExecutor) -> None:
         """Return when everything is in its target; raise the first error after stopping the rest."""
         futures = [pool.submit(self._guarded, read) for read in self._reads]
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in futures:
-            future.cancel()
-        wait(futures)
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            # Also when the user interrupts.
+            if any(not future.done() for future in futures):
+                self._failed.set()
+            for future in futures:
+                future.cancel()
+            wait(futures)
         for future in done:
             future.result()
 

@@ -60,6 +60,12 @@ class StreamedCheckpoint(TensorTable):
         self.checksums: dict[str, int] = {}
         if CHECKSUM_FILE in names:
             self.checksums = parse_checksums(self._json(CHECKSUM_FILE), store.location(CHECKSUM_FILE))
+            other = sorted(self.checksums.keys() ^ self._shard_of.keys())
+            if other:
+                raise CheckpointError(
+                    f"{store.location(CHECKSUM_FILE)!r} is of another checkpoint: only one of them has the tensor "
+                    f"{and_more(other)}; make it again (moe28t checksums) or remove it."
+                )
 
     def _open(self, shard: str):
         state = self.store.state(shard)

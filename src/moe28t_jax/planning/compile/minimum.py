@@ -50,7 +50,8 @@ def least_all_to_all_bytes(config: ModelConfig, axes: Mapping[str, int], tokens:
         return 0
     own = tokens / (axes["data"] * ranks * axes["context"])
     destinations = (ranks - 1) * (1.0 - (1.0 - 1.0 / ranks) ** moe.num_experts_per_token)
-    layers = config.mlp_kinds.count("moe")
+    # A device runs the layers of its pipeline stage.
+    layers = config.mlp_kinds.count("moe") / axes["stage"]
     gathered = 0.0 if moe.latent_size is None else (axes["tensor"] - 1) / axes["tensor"]
     return round(
         layers * 2 * own * (destinations + gathered) * (moe.latent_size or config.hidden_size) * _BYTES

@@ -14,6 +14,7 @@ from moe28t_jax.engine.steps import Steps
 from moe28t_jax.model.cache import init_cache
 from moe28t_jax.model.network import Inputs
 from moe28t_jax.model.parameters import abstract
+from moe28t_jax.parallel.formats import expert_layout
 from moe28t_jax.parallel.mesh import make_mesh
 from moe28t_jax.parallel.mesh_file import MeshFile
 from moe28t_jax.parallel.sharding import (
@@ -23,7 +24,7 @@ from moe28t_jax.parallel.sharding import (
     replicated,
     shard_abstract,
 )
-from moe28t_jax.planning.compile.topology import TPU_KINDS, describe_devices, expert_layout, implementations
+from moe28t_jax.planning.compile.topology import TPU_KINDS, describe_devices, implementations
 from moe28t_jax.planning.compile.weights import Weight
 from pallas_kernels._dispatch import prefer
 
@@ -66,7 +67,9 @@ def lower_step(
     if not 1 <= context <= config.max_context:
         raise ValueError(f"context is {context}; this model reads 1 to {config.max_context} tokens per row.")
     mesh = make_mesh(mesh_file, describe_devices(mesh_file) if devices is None else devices)
-    parameters = abstract(config, jnp.bfloat16, stacked=True, layout=expert_layout(mesh_file), vision=False)
+    parameters = abstract(
+        config, jnp.bfloat16, stacked=True, layout=expert_layout(mesh_file.kind), vision=False
+    )
     parameters = shard_abstract(parameters, parameter_shardings(parameters, config, mesh))
     # What the engine takes on the deployment's own devices.
     channels = LANES if mesh_file.kind in TPU_KINDS else 1

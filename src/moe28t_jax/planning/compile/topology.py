@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -67,13 +68,13 @@ def describe_devices(mesh: MeshFile) -> list[Any]:
     from jax.experimental import topologies
 
     if mesh.kind in TPU_KINDS:
+        if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
+            raise RuntimeError(
+                "There is no compiler for TPUs; install the package libtpu (extra `tpu`), which needs no TPU."
+            )
         try:
             found = topologies.get_topology_desc(f"{mesh.kind}:{mesh.topology}", "tpu").devices
         except Exception as error:
-            if "libtpu" in str(error) or "Unable to find" in str(error):
-                raise RuntimeError(
-                    "There is no compiler for TPUs; install the package libtpu (extra `tpu`), which needs no TPU."
-                ) from error
             raise ValueError(
                 f"The TPU compiler refuses {mesh.kind}:{mesh.topology} of the mesh {mesh.name!r} "
                 f"({str(error).splitlines()[0]}); take a topology that exists."
@@ -107,8 +108,6 @@ def describe_devices(mesh: MeshFile) -> list[Any]:
 
 def find_gpu_compiler() -> bool:
     """Whether XLA's compiler for GPUs can be loaded; one that is kept apart from the other packages is taken in."""
-    import importlib.util
-
     apart = Path(sys.prefix) / "gpu-compiler"
     if (apart / "jax_plugins" / "xla_cuda13").is_dir() and str(apart) not in sys.path:
         sys.path.append(str(apart))
@@ -121,10 +120,3 @@ def find_gpu_compiler() -> bool:
 def implementations(mesh: MeshFile) -> tuple[str, ...]:
     """Kernels to prefer on the deployment's chip."""
     return ("tpu",) if mesh.kind in TPU_KINDS else ("gpu",) if mesh.kind in GPU_KINDS else ()
-
-
-def expert_layout(mesh: MeshFile) -> str:
-    """The layout of packed expert weights that the chip's kernel reads."""
-    if mesh.kind == "tpu7x":
-        return "float4_kn"
-    return "packed_nk" if mesh.kind in GPU_KINDS else "packed_kn"
