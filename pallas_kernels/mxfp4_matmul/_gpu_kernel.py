@@ -127,7 +127,8 @@ def _kernel(shape: _Shape, *arguments: Any) -> None:
     packed_refs, scale_refs, out_ref = refs[:count], refs[count : 2 * count], refs[2 * count]
     x_smem, out_smem, full, empty = refs[2 * count + 1 : 2 * count + 5]
     fetched, unpacked = refs[2 * count + 5 : 3 * count + 5], refs[3 * count + 5 : 4 * count + 5]
-    done, *accumulators = refs[4 * count + 5 :] if options.tensor_memory else [None]
+    tensor_memory: tuple[Any, ...] = tuple(refs[4 * count + 5 :]) if options.tensor_memory else (None,)
+    done, accumulators = tensor_memory[0], tensor_memory[1:]
 
     visit, column, warpgroup = lax.axis_index("visit"), lax.axis_index("column"), lax.axis_index("warpgroup")
     expert, first, start, rows = experts_ref[visit], fetched_ref[visit], starts_ref[visit], counts_ref[visit]

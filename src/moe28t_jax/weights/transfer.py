@@ -26,7 +26,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def to_device(buffer: np.ndarray, device: jax.Device | None = None) -> jax.Array:
+def to_device(buffer: np.ndarray, device: Any = None) -> jax.Array:
     """The buffer as a JAX array; on CPU they share memory, so the buffer must not be written afterwards."""
     buffer.flags.writeable = False
     return jax.device_put(buffer, device, may_alias=True)
