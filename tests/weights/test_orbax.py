@@ -1,5 +1,6 @@
 """Orbax checkpoints: bit-equal across layouts and meshes, one layer alone, killed saves, conversion both ways."""
 
+import gc
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -404,6 +406,8 @@ def read(folder: Path) -> dict[str, tuple[str, bytes]]:
     return {name: (checkpoint.entry(name).dtype, checkpoint.raw(name).tobytes()) for name in checkpoint}
 
 
+# Orbax leaves the reads of other arrays unattended when one fails; what they say when collected is no part of this.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_refused(data: Path, tmp_path: Path) -> None:
     parameters, config = load_parameters(data / "kimi_linear_tiny")
     (tmp_path / "home").mkdir()
@@ -443,6 +447,9 @@ def test_refused(data: Path, tmp_path: Path) -> None:
         damaging(tmp_path / name)
         with pytest.raises(CheckpointError, match=message):
             load_orbax(tmp_path / name)
+    # The unattended reads end and are collected before the next test.
+    time.sleep(0.5)
+    gc.collect()
 
 
 def edit(folder: Path, file: str, key: str, value: Any) -> None:
