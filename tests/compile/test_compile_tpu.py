@@ -6,43 +6,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import delta_rule
-from pallas_kernels.delta_rule import CHUNK_SIZE, SHAPES, DeltaRuleShape
+from pallas_kernels.delta_rule import SHAPES, DeltaRuleShape
+from tests.compile import delta_rule_programs as programs
+from tests.compile.delta_rule_programs import SEQUENCES, SHAPE, STEPS, WHOLE_LANES
 from tests.compile.topologies import CHIPS, compile_for_tpu, temporary_bytes
 
-SHAPE = SHAPES["prefill_2p8t_heads_over_8"]
-SEQUENCES = tuple(name for name, shape in SHAPES.items() if shape.tokens > 1)
-WHOLE_LANES = tuple(name for name in SEQUENCES if SHAPES[name].key_dim % 128 == 0)
-STEPS = tuple(name for name, shape in SHAPES.items() if shape.tokens == 1)
 SMALL = 2**20
 """Bytes for what surrounds a kernel: lengths, masks."""
 
 
 def sequence(shape: DeltaRuleShape, dtype: Any = jnp.bfloat16) -> dict[str, jax.ShapeDtypeStruct]:
-    """Arguments with heads before tokens in memory, as the model's own programs lay them out."""
-    batch, tokens, heads, key_dim, value_dim = shape
-    like = jax.ShapeDtypeStruct
-    return {
-        "q": like((batch, heads, tokens, key_dim), dtype),
-        "k": like((batch, heads, tokens, key_dim), dtype),
-        "v": like((batch, heads, tokens, value_dim), dtype),
-        "log_decay": like((batch, heads, tokens, key_dim), jnp.float32),
-        "beta": like((batch, tokens, heads), jnp.float32),
-        "initial_state": like((batch, heads, key_dim, value_dim), jnp.float32),
-    }
-
-
-def tokens_first(x: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: jnp.swapaxes(a, 1, 2) if name in ("q", "k", "v", "log_decay") else a for name, a in x.items()
-    }
-
-
-def run(x: dict[str, Any], lengths: Any = None, segment_ids: Any = None, **options: Any) -> tuple[Any, ...]:
-    o, *states = delta_rule.delta_rule(
-        **tokens_first(x), lengths=lengths, segment_ids=segment_ids, implementation="tpu", **options
-    )
-    return jnp.swapaxes(o, 1, 2), *states
+    """Heads before tokens in memory, as the model's own programs lay them out."""
+    return programs.sequence(shape, dtype, heads_first=True)
 
 
 def scalar_bytes(shape: DeltaRuleShape) -> int:
@@ -61,7 +36,7 @@ def widened_bytes(shape: DeltaRuleShape) -> int:
 
 
 def check_forward(chip: str, shape: DeltaRuleShape) -> None:
-    compiled = compile_for_tpu(chip, run, sequence(shape))
+    compiled = compile_for_tpu(chip, programs.forward("tpu", heads_first=True), sequence(shape))
     assert temporary_bytes(compiled) <= scalar_bytes(shape) + widened_bytes(shape) + SMALL
 
 
@@ -81,25 +56,19 @@ def test_forward_at_every_shape(name: str, chip: str) -> None:
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_forward_with_lengths_segments_and_boundaries(chip: str, dtype: Any) -> None:
-    batch, tokens = SHAPE.batch, SHAPE.tokens
-    lengths, segment_ids = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((batch,), (batch, tokens)))
-
-    def function(x: dict[str, Any], lengths: Any, segment_ids: Any) -> tuple[Any, ...]:
-        return run(x, lengths, segment_ids, return_boundary_states=True)
-
-    compiled = compile_for_tpu(chip, function, sequence(SHAPE, dtype), lengths, segment_ids)
+    function = programs.forward("tpu", heads_first=True, boundaries=True)
+    compiled = compile_for_tpu(chip, function, sequence(SHAPE, dtype), *programs.lengths_and_segments(SHAPE))
     assert temporary_bytes(compiled) <= 2 * scalar_bytes(SHAPE) + SMALL
 
 
 def check_gradient(chip: str, shape: DeltaRuleShape, dtype: Any = jnp.bfloat16) -> None:
     x = sequence(shape, dtype)
-    batch, tokens, heads, key_dim, value_dim = shape
     ct = x["v"], x["initial_state"]
-    compiled = compile_for_tpu(chip, lambda x, ct: jax.vjp(run, x)[1](ct), x, ct)
-    boundary_states = 4 * batch * -(-tokens // CHUNK_SIZE) * heads * key_dim * value_dim
-    whole_tiles = -(-tokens // 16) * 16
-    outputs = x["v"].dtype.itemsize * batch * whole_tiles * heads * value_dim
-    assert temporary_bytes(compiled) <= boundary_states + outputs + 2 * scalar_bytes(shape) + SMALL
+    compiled = compile_for_tpu(chip, programs.gradient("tpu", heads_first=True), x, ct)
+    whole_tiles = -(-shape.tokens // 16) * 16
+    outputs = x["v"].dtype.itemsize * shape.batch * whole_tiles * shape.heads * shape.value_dim
+    allowed = programs.boundary_bytes(shape) + outputs + 2 * scalar_bytes(shape) + SMALL
+    assert temporary_bytes(compiled) <= allowed
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -121,15 +90,8 @@ def test_gradient_in_float32(chip: str) -> None:
 
 
 def check_segment_map(chip: str, shape: DeltaRuleShape) -> None:
-    x = sequence(shape)
-
-    def function(x: dict[str, Any]) -> tuple[Any, ...]:
-        x = tokens_first(x)
-        return delta_rule.segment_map(x["k"], x["v"], x["log_decay"], x["beta"], implementation="tpu")
-
-    compiled = compile_for_tpu(chip, function, x)
-    maps = 4 * shape.batch * shape.heads * shape.key_dim * (shape.key_dim + shape.value_dim)
-    assert temporary_bytes(compiled) <= scalar_bytes(shape) + maps + SMALL
+    compiled = compile_for_tpu(chip, programs.segment_map("tpu", heads_first=True), sequence(shape))
+    assert temporary_bytes(compiled) <= scalar_bytes(shape) + programs.map_bytes(shape) + SMALL
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -144,41 +106,13 @@ def test_segment_map_at_every_shape(name: str, chip: str) -> None:
     check_segment_map(chip, SHAPES[name])
 
 
-def decode_step(shape: DeltaRuleShape) -> dict[str, jax.ShapeDtypeStruct]:
-    batch, _, heads, key_dim, _ = shape
-    like = jax.ShapeDtypeStruct
-    return {
-        "x": like((batch, 3, heads, key_dim), jnp.bfloat16),
-        "window": like((batch, 3, 3, heads, key_dim), jnp.bfloat16),
-        "taps": like((4, 3, heads, key_dim), jnp.float32),
-        "log_decay": like((batch, heads, key_dim), jnp.float32),
-        "beta": like((batch, heads), jnp.float32),
-        "gate": like((batch, heads, key_dim), jnp.bfloat16),
-        "norm_weight": like((key_dim,), jnp.bfloat16),
-        "state": like((batch, heads, key_dim, key_dim), jnp.float32),
-        "active": like((batch,), jnp.bool_),
-    }
-
-
-def check_fused_step(chip: str, shape: DeltaRuleShape) -> None:
-    x = decode_step(shape)
-    caches = {name: x.pop(name) for name in ("window", "state")}
-
-    def function(caches: dict[str, Any], x: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        y, state, window = delta_rule.fused_step(**caches, **x, implementation="tpu")
-        return y, {"window": window, "state": state}
-
-    compiled = compile_for_tpu(chip, function, caches, x, donate=(0,))
+def compile_in_place(chip: str, function: Any, cached: Any, token: Any) -> int:
+    """Temporary bytes of a step that updates its caches in place: the results share the memory of the arguments."""
+    compiled = compile_for_tpu(chip, function, cached, token, donate=(0,))
     analysis = compiled.memory_analysis()
     assert analysis is not None
-    # Updated in place: the results share the memory of the caches, and there is no second copy of the state on the way.
-    cached = sum(a.size * a.dtype.itemsize for a in caches.values())
-    assert analysis.alias_size_in_bytes >= cached
-    assert temporary_bytes(compiled) <= min(token_bytes(shape), state_bytes(shape) // 4) + SMALL
-
-
-def state_bytes(shape: DeltaRuleShape) -> int:
-    return 4 * shape.batch * shape.heads * shape.key_dim * shape.value_dim
+    assert analysis.alias_size_in_bytes >= programs.array_bytes(cached)
+    return analysis.temp_size_in_bytes
 
 
 def token_bytes(shape: DeltaRuleShape) -> int:
@@ -187,6 +121,12 @@ def token_bytes(shape: DeltaRuleShape) -> int:
     tiles = shape.batch * -(-shape.heads // 8) * 8 * 128
     beta = 4 * tiles
     return beta if shape.heads % 8 == 0 else beta + tiles * (2 * (3 + 2 * 9 + 2) + 4)
+
+
+def check_fused_step(chip: str, shape: DeltaRuleShape) -> None:
+    temporaries = compile_in_place(chip, programs.fused_step("tpu"), *programs.fused_decode_step(shape))
+    # No second copy of the state on the way.
+    assert temporaries <= min(token_bytes(shape), programs.state_bytes(shape) // 4) + SMALL
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -202,26 +142,11 @@ def test_fused_step_at_every_shape(name: str, chip: str) -> None:
 
 
 def check_step(chip: str, shape: DeltaRuleShape) -> None:
-    batch, _, heads, key_dim, value_dim = shape
-    like = jax.ShapeDtypeStruct
-    compiled = compile_for_tpu(
-        chip,
-        lambda state, *token: delta_rule.step(*token, state, implementation="tpu"),
-        like((batch, heads, key_dim, value_dim), jnp.float32),
-        like((batch, heads, key_dim), jnp.bfloat16),
-        like((batch, heads, key_dim), jnp.bfloat16),
-        like((batch, heads, value_dim), jnp.bfloat16),
-        like((batch, heads, key_dim), jnp.float32),
-        like((batch, heads), jnp.float32),
-        donate=(0,),
-    )
-    analysis = compiled.memory_analysis()
-    assert analysis is not None
-    assert analysis.alias_size_in_bytes >= 4 * batch * heads * key_dim * value_dim
-    tiles = batch * -(-heads // 8) * 8 * 128
+    temporaries = compile_in_place(chip, programs.step("tpu"), *programs.decode_step(shape))
+    tiles = shape.batch * -(-shape.heads // 8) * 8 * 128
     # With heads that fill no tiles of 8, copies in tiles of what a token brings and gets.
-    copies = tiles * (2 * 4 + 4) if heads % 8 else 0
-    assert temporary_bytes(compiled) <= 4 * tiles + copies + SMALL
+    copies = tiles * (2 * 4 + 4) if shape.heads % 8 else 0
+    assert temporaries <= 4 * tiles + copies + SMALL
 
 
 @pytest.mark.parametrize("chip", CHIPS)

@@ -12,17 +12,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DECODE, PREFILL = "decode_2p8t_up_experts_over_64", "prefill_2p8t_up_experts_over_64"
+CHIPS = ("v5p", "v6e", "tpu7x")
 # Stores of vector registers for want of room, in the whole schedule: bodies of loops counted once. The page on the
-# kernel says what they are.
+# kernel says what they are. First v5p, then the others.
 SPILLED_STORES = {
-    (DECODE, "product", "bfloat16"): 0,
-    (DECODE, "gated", "bfloat16"): 0,
-    (DECODE, "gradient", "bfloat16"): 140,
-    (PREFILL, "product", "bfloat16"): 20,
-    (PREFILL, "gated", "bfloat16"): 550,
-    (PREFILL, "gradient", "bfloat16"): 160,
-    (DECODE, "product", "float32"): 1000,
-    (DECODE, "gated", "float32"): 1050,
+    (DECODE, "product", "bfloat16"): (0, 0),
+    (DECODE, "gated", "bfloat16"): (20, 0),
+    (DECODE, "gradient", "bfloat16"): (140, 140),
+    (PREFILL, "product", "bfloat16"): (30, 20),
+    (PREFILL, "gated", "bfloat16"): (960, 550),
+    (PREFILL, "gradient", "bfloat16"): (160, 160),
+    (DECODE, "product", "float32"): (100, 1000),
+    (DECODE, "gated", "float32"): (190, 1050),
 }
 
 
@@ -32,14 +33,14 @@ def compile_all(chip: str, folder: Path) -> dict[str, Any]:
     from tpu_dumps import UNITS  # pyright: ignore[reportMissingImports]
 
     from pallas_kernels.mxfp4_matmul.shapes import SHAPES
-    from tests.compile import test_compile_mxfp4 as programs
+    from tests.compile import mxfp4_programs as programs
     from tests.compile.topologies import compile_for_tpu
 
     found: dict[str, Any] = {}
-    for name, function, dtype in SPILLED_STORES:
+    for name, kind, dtype in SPILLED_STORES:
         before = set(folder.iterdir())
         arguments = programs.arguments(SHAPES[name], "packed_kn", jnp.dtype(dtype))
-        compile_for_tpu(chip, getattr(programs, function), *arguments)
+        compile_for_tpu(chip, programs.program(kind, "tpu"), *arguments)
         tables = [
             path
             for path in set(folder.iterdir()) - before
@@ -50,7 +51,7 @@ def compile_all(chip: str, folder: Path) -> dict[str, Any]:
         header, body = table.read_text().split("== UTILIZATION:\n")
         assert tuple(unit.strip() for unit in header.splitlines()[1].split(",")) == UNITS
         rows = [tuple(map(int, line.split())) for line in body.splitlines() if line.strip()]
-        found["/".join((name, function, dtype))] = {
+        found["/".join((name, kind, dtype))] = {
             "bundles": len(rows),
             "mxu": sum(row[UNITS.index("MXU")] for row in rows),
             "spilled_stores": sum(row[UNITS.index("VSTORE:SPILL")] for row in rows),
@@ -60,8 +61,8 @@ def compile_all(chip: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=["v6e", "tpu7x"])
-def figures(request: pytest.FixtureRequest) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=CHIPS)
+def figures(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = os.pathsep.join(map(str, (ROOT, ROOT / "src", ROOT / "benchmarks")))
         environment = os.environ | {
@@ -71,15 +72,16 @@ def figures(request: pytest.FixtureRequest) -> dict[str, Any]:
         command = [sys.executable, "-m", "tests.compile.test_spills_mxfp4", request.param, folder]
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
-        return json.loads(done.stdout.splitlines()[-1])
+        return request.param, json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SPILLED_STORES, ids="-".join)
-def test_spilled_registers(figures: dict[str, Any], case: tuple[str, str, str]) -> None:
-    found = figures["/".join(case)]
+def test_spilled_registers(figures: tuple[str, dict[str, Any]], case: tuple[str, str, str]) -> None:
+    chip, cases = figures
+    found = cases["/".join(case)]
     assert found["bundles"] > 500 and found["mxu"] > 20, "this is not the kernel's schedule"
-    assert found["spilled_stores"] <= SPILLED_STORES[case], found
+    assert found["spilled_stores"] <= SPILLED_STORES[case][chip != "v5p"], found
 
 
 if __name__ == "__main__":

@@ -40,6 +40,11 @@ _TARGETS = {
 }
 
 
+def gpu_target(kind: str) -> str:
+    """The description of a GPU, one of `GPU_KINDS`, that XLA's compiler takes for the GPU itself (a text proto)."""
+    return _TARGET.format(**_TARGETS[kind])
+
+
 def prepare_environment(mesh: MeshFile) -> None:
     """Set the variables that the compiler of this deployment reads when JAX starts; before JAX is imported.
 
@@ -89,7 +94,7 @@ def describe_devices(mesh: MeshFile) -> list[Any]:
         jax.devices()
         hosts, chips = mesh.wiring if len(mesh.wiring) == 2 else (1, mesh.wiring[0])
         found = topologies.get_topology_desc(
-            "", "cuda", target_config=_TARGET.format(**_TARGETS[mesh.kind]), topology=f"1x{hosts}x{chips}"
+            "", "cuda", target_config=gpu_target(mesh.kind), topology=f"1x{hosts}x{chips}"
         ).devices
     elif mesh.kind == "cpu":
         found = jax.devices("cpu")
