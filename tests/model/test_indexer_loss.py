@@ -81,8 +81,8 @@ def test_the_two_forms_are_taken_by_size(monkeypatch) -> None:
         monkeypatch.setattr(module, "_DENSE_KEYS_PER_SELECTED", limit)
         return str(jax.make_jaxpr(lambda *xs: module.indexer_loss(*xs, indices, SCALE, True))(*xs))
 
-    # Only the dense form holds a score of every key for every index head.
-    product = f"f32[{QUERIES},{INDEX_HEADS},{KEYS}]"
+    # Only the dense form holds the product of every key with every index head, of one batch row at a time.
+    product = f"f32[1,{QUERIES},{INDEX_HEADS},{KEYS}]"
     assert product in program(7)  # 40 keys <= 7 * 6
     assert product not in program(6)
 

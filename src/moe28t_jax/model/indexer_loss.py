@@ -28,11 +28,13 @@ def _dense_loss(q_latent_BTHC, latent_BSC, q_index_BTID, key_BSD, weights_BTI, i
         logits_HTS = scale * jnp.einsum("THC,SC->HTS", q_THC, rows_SC, **exact)
         target_TS = jnp.mean(jax.nn.softmax(jnp.where(keep_TS, logits_HTS, -1e30), axis=-1), axis=0)
         target_TS = jax.lax.stop_gradient(jnp.where(keep_TS, target_TS, 0.0))
-        dots_TIS = jnp.einsum("TID,SD->TIS", q_TID, key_SD, **exact)
-        if use_relu:
-            dots_TIS = jax.nn.relu(dots_TIS)
-        size = (q_TID.shape[1] * q_TID.shape[2]) ** -0.5
-        scores_TS = size * jnp.einsum("TIS,TI->TS", dots_TIS, weights_TI.astype(dtype), **exact)
+        scores_TS = index_select.scores_at(
+            q_TID[None],
+            key_SD[None],
+            weights_TI[None],
+            query_positions=jnp.max(indices_TN, axis=-1, initial=-1)[None],
+            use_relu=use_relu,
+        )[0]
         log_index_TS = jax.nn.log_softmax(jnp.where(keep_TS, scores_TS, -1e30), axis=-1)
         log_target_TS = jnp.log(jnp.maximum(target_TS, 1e-10))
         return jnp.sum(jnp.where(keep_TS, target_TS * (log_target_TS - log_index_TS), 0.0), axis=-1)
