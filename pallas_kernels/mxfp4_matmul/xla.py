@@ -151,8 +151,9 @@ def _products(
     if rows == 0 or experts == 0:
         return jnp.zeros((rows, width), x.dtype)
     compute = _codec.compute_dtype(x.dtype)
-    # Where groups mostly have one row (decoding), matrix-vector products stream weights faster on CPU.
-    tile = row_tile(rows, experts) if 2 * rows > experts else 1
+    # Where groups mostly have one row (decoding) a second row costs nothing. One alone would be a matrix-vector
+    # product, and XLA compiles a loop of these for CPUs as one call on one core.
+    tile = row_tile(rows, experts) if 2 * rows > experts else 2
     groups = _active_groups(group_sizes, rows)
     x_padded = _pad_rows(x, tile)
 

@@ -23,10 +23,9 @@ from tests.golden.fixtures import altered, assert_close, read
 pytestmark = pytest.mark.golden
 
 TOLERANCE = 2e-5
-# Races do not depend on the numbers: the kernels' own tests look for them.
 DEVICES = {
-    "tpu": (tpu, pltpu.InterpretParams(uninitialized_memory="nan")),
-    "gpu": (gpu, plgpu.InterpretGPUParams(uninitialized_memory="nan")),
+    "tpu": (tpu, pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")),
+    "gpu": (gpu, plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")),
 }
 EVERYWHERE = ["xla", "reference", *(pytest.param(name, marks=pytest.mark.slow) for name in DEVICES)]
 DEVICE_SIZE = 128

@@ -484,10 +484,10 @@ def test_parts_before_heads(name, parts):
     """The columns of a head lie together, (nope | rope) and (key | value); not all heads of one part first."""
 
     def regroup(weight):
-        heads = sum(parts)
-        first, second = (weight[:, : 4 * parts[0]], weight[:, 4 * parts[0] :])
-        split = [a.reshape(a.shape[0], 4, -1) for a in (first, second)]
-        return jnp.concatenate(split, axis=-1).reshape(weight.shape[0], 4 * heads)
+        rows = weight if weight.ndim == 2 else weight.reshape(4 * sum(parts), -1).T
+        split = [a.reshape(a.shape[0], 4, -1) for a in (rows[:, : 4 * parts[0]], rows[:, 4 * parts[0] :])]
+        mixed = jnp.concatenate(split, axis=-1)
+        return mixed.reshape(weight.shape) if weight.ndim == 2 else mixed.transpose(1, 2, 0)
 
     effect = mla_error("mla_layer_k3", **{name: regroup})
     assert_noticed(effect, LAYER_TOLERANCE, f"{name} with parts before heads")

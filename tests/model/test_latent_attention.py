@@ -17,7 +17,7 @@ def arguments(dtype, seed=0):
     rng = np.random.default_rng(seed)
     shapes = [
         (BATCH, QUERIES, HEADS, NOPE), (BATCH, QUERIES, HEADS, ROPE), (BATCH, KEYS, RANK + ROPE),
-        (RANK, HEADS, NOPE), (RANK, HEADS, VALUE),
+        (HEADS, NOPE, RANK), (HEADS, VALUE, RANK),
     ]  # fmt: skip
     return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
 
@@ -25,7 +25,7 @@ def arguments(dtype, seed=0):
 def naive(q_nope, q_rope, latent, up_k, up_v, positions=POSITIONS):
     """Every key and value expanded, every score held."""
     c, k_rope = latent[..., :RANK], latent[..., RANK:]
-    k, v = jnp.einsum("bsl,lhn->bshn", c, up_k), jnp.einsum("bsl,lhv->bshv", c, up_v)
+    k, v = jnp.einsum("bsl,hnl->bshn", c, up_k), jnp.einsum("bsl,hvl->bshv", c, up_v)
     scores = jnp.einsum("bthn,bshn->bhts", q_nope, k) + jnp.einsum("bthr,bsr->bhts", q_rope, k_rope)
     visible = jnp.asarray(np.arange(latent.shape[1]) <= positions[:, :, None])[:, None]
     weights = jax.nn.softmax(jnp.where(visible, SCALE * scores, -1e30), axis=-1)

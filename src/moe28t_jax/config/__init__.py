@@ -21,6 +21,7 @@ from moe28t_jax.config.model_config import (
 )
 from moe28t_jax.config.presets import PRESETS
 from moe28t_jax.config.segments import Segment, segments
+from moe28t_jax.config.slices import slice_config
 
 __all__ = [
     "PRESETS",
@@ -43,4 +44,5 @@ __all__ = [
     "declare_layer",
     "declare_vision",
     "segments",
+    "slice_config",
 ]

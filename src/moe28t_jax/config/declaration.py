@@ -2,8 +2,9 @@
 
 Initialisation, sharding, loading, saving, quantisation, counting and planning derive from these records.
 Program shapes are input-major (`[in, out]`): a matrix-vector product streams them at full memory bandwidth,
-and it is the orientation the packed expert kernels read. The public files are output-major (`[out, in]`);
-`transform` says how one stored tensor becomes the program's array.
+and it is the orientation the packed expert kernels read. The exception is the projection of latents to the keys and
+values of each head, which is multiplied head by head. The public files are output-major (`[out, in]`); `transform`
+says how one stored tensor becomes the program's array.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _mla(config: ModelConfig) -> Iterator[Parameter]:
     mla, hidden = config.mla, config.hidden_size
     assert mla is not None
     q_size, v_size = mla.num_heads * mla.qk_head_dim, mla.num_heads * mla.v_head_dim
-    kv_size = mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    kv_head_dim = mla.qk_nope_head_dim + mla.v_head_dim
     if mla.q_lora_rank is None:
         yield _linear("attention.q_proj", hidden, q_size, ("embed", "mla_heads"), "self_attn.q_proj", "mla")
     else:
@@ -154,9 +155,12 @@ def _mla(config: ModelConfig) -> Iterator[Parameter]:
         "attention.kv_a_proj", hidden, mla.latent_dim, ("embed", None), "self_attn.kv_a_proj_with_mqa", "mla"
     )
     yield _vector("attention.kv_a_norm", mla.kv_lora_rank, None, "self_attn.kv_a_layernorm.weight", "mla")
-    yield _linear(
-        "attention.kv_b_proj", mla.kv_lora_rank, kv_size, (None, "mla_heads"), "self_attn.kv_b_proj", "mla"
-    )
+    # By head and output-major as stored: where single queries are projected into the latent and back, a batched
+    # product wants heads outermost, and would transpose the whole weight in every step.
+    yield Parameter(
+        "attention.kv_b_proj", (mla.num_heads, kv_head_dim, mla.kv_lora_rank), ("mla_heads", None, None),
+        "self_attn.kv_b_proj.weight", ((mla.num_heads * kv_head_dim, mla.kv_lora_rank),), "mla",
+    )  # fmt: skip
     if mla.output_gate:
         yield _linear("attention.g_proj", hidden, v_size, ("embed", "mla_heads"), "self_attn.g_proj", "mla")
     yield _linear("attention.o_proj", v_size, hidden, ("mla_heads", "embed"), "self_attn.o_proj", "mla")

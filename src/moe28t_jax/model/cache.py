@@ -21,6 +21,8 @@ from moe28t_jax.parallel.rules import batch_layout
 from moe28t_jax.parallel.sharding import cache_shardings
 
 _TPU_LANES = 128
+# Prefill runs on this grid, so that a chunk's arithmetic does not depend on how a prompt arrived.
+GRID = 64
 
 
 @jax.tree_util.register_dataclass
@@ -72,6 +74,7 @@ def init_cache(
 ) -> Cache:
     """An empty cache for `batch` rows of up to `max_context` tokens, every entry explicitly zero.
 
+    max_context: at most the configuration's, rounded up to the 64 tokens of the grid that prompts are read on.
     dtype: of latents, index keys and convolution windows; recurrent states are float32 (float64 for float64).
         The default is exact for every activation dtype up to float32; a model in bfloat16 loses nothing by
         bfloat16 and needs half the memory (the engine takes the model's dtype).
@@ -81,7 +84,8 @@ def init_cache(
 
     Where a mesh is set, each device makes its part, and a capacity that its devices do not divide is rounded up.
     """
-    if max_context < 1 or max_context > config.max_context:
+    # Prompts are read on a grid: the last chunk of one that ends at the limit reaches beyond it, with padding.
+    if max_context < 1 or max_context > -(-config.max_context // GRID) * GRID:
         raise ValueError(
             f"max_context is {max_context}; this configuration allows 1 to {config.max_context} tokens per row."
         )

@@ -9,13 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from moe28t_jax.config import ModelConfig, Segment
-from moe28t_jax.model.layer import Step, Stream, run_layer
+from moe28t_jax.model.layer import Step, Stream, run_layer, run_prepared_layer
 from moe28t_jax.parallel.rules import constrain
+
+_STACKED_ONLY = {"experts", "kv_b_proj"}
 
 
 def _is_stacked_only(path: tuple[Any, ...]) -> bool:
-    """Expert stacks are indexed by the kernel, never sliced."""
-    return any(getattr(key, "name", getattr(key, "key", None)) == "experts" for key in path)
+    """What a layer reads out of the stack itself, and is never sliced out of it: experts, by their kernel, and what is
+    read in parts. In training all are sliced, since a layer's copy is made anyway."""
+    return any(getattr(key, "name", getattr(key, "key", None)) in _STACKED_ONLY for key in path)
 
 
 def block_starts(segment: Segment, config: ModelConfig) -> list[list[bool]]:
@@ -49,7 +52,10 @@ def scan_layers(
     """Run stacked layers as one scanned body. `starts[position]`: whether a block begins there, per repeat; None where
     none ever does. `stream` is that of `with_buffer`. What is collected has the repeats in front."""
     paths, structure = jax.tree_util.tree_flatten_with_path([list(places)])
-    whole = {index: leaf for index, (path, leaf) in enumerate(paths) if _is_stacked_only(path)}
+    slices_all = step.prepare is not None
+    whole = {
+        index: leaf for index, (path, leaf) in enumerate(paths) if _is_stacked_only(path) and not slices_all
+    }
     sliced = [leaf for index, (_, leaf) in enumerate(paths) if index not in whole]
     repeats = paths[0][1].shape[0]
 
@@ -63,6 +69,12 @@ def scan_layers(
         collected = []
         for position, group in enumerate(groups):
             begins = starts[position]
+            if slices_all:
+                stream, auxiliary = run_prepared_layer(
+                    group, stream, segment.first + position, False if begins is None else begins, step
+                )
+                collected.append(auxiliary)
+                continue
             cache = None if caches is None else caches[position]
             stream, cache, auxiliary = run_layer(
                 group,

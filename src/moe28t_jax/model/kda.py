@@ -238,6 +238,9 @@ def kda_attention(
             config.rms_norm_eps,
         )
     else:
+        if count == 1:
+            # Otherwise the compiler divides into heads inside of the products, and transposes their weights for it.
+            u_qkv, gate_BTC = jax.lax.optimization_barrier((u_qkv, gate_BTC))
         gated_BTHK, state_BHKV, window_BWC = _between_projections_on_mesh(
             where,
             [u_BTC.reshape(heads) for u_BTC in u_qkv],

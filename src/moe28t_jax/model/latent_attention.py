@@ -25,8 +25,8 @@ def latent_attention(
     q_nope_BTHN: Float[Array, "B T H N"],
     q_rope_BTHR: Float[Array, "B T H R"],
     latent_BSC: Float[Array, "B S C"],
-    up_k_LHN: Float[Array, "L H N"],
-    up_v_LHV: Float[Array, "L H V"],
+    up_k_HNL: Float[Array, "H N L"],
+    up_v_HVL: Float[Array, "H V L"],
     positions_BT: Int[Array, "B T"],
     scale: float,
     expand: bool | None = None,
@@ -37,7 +37,7 @@ def latent_attention(
     every position are never read into the result, whatever they hold. `expand` forces one of the two forms.
     """
     return attend_to_latents(
-        q_nope_BTHN, q_rope_BTHR, latent_BSC, up_k_LHN, up_v_LHV, positions_BT, scale, expand
+        q_nope_BTHN, q_rope_BTHR, latent_BSC, up_k_HNL, up_v_HVL, positions_BT, scale, expand
     )[0]
 
 
@@ -45,8 +45,8 @@ def attend_to_latents(
     q_nope_BTHN: Float[Array, "B T H N"],
     q_rope_BTHR: Float[Array, "B T H R"],
     latent_BSC: Float[Array, "B S C"],
-    up_k_LHN: Float[Array, "L H N"],
-    up_v_LHV: Float[Array, "L H V"],
+    up_k_HNL: Float[Array, "H N L"],
+    up_v_HVL: Float[Array, "H V L"],
     positions_BT: Int[Array, "B T"],
     scale: float,
     expand: bool | None = None,
@@ -55,13 +55,13 @@ def attend_to_latents(
     query sees nothing: what merges the parts of a cache that lies on several devices.
     """
     _, queries, heads, _ = q_nope_BTHN.shape
-    rank = up_k_LHN.shape[0]
+    rank = up_k_HNL.shape[2]
     dtype = compute_dtype(q_nope_BTHN.dtype)
     exact = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype)
     if expand is None:
         expand = queries >= EXPAND_FROM_QUERIES
     if not expand:
-        absorbed = exact("BTHN,LHN->BTHL", q_nope_BTHN, up_k_LHN).astype(q_nope_BTHN.dtype)
+        absorbed = exact("BTHN,HNL->BTHL", q_nope_BTHN, up_k_HNL).astype(q_nope_BTHN.dtype)
         q_BTHC = jnp.concatenate([absorbed, q_rope_BTHR], axis=-1)
     else:
         # One product per tile gives whole scores; the transposed queries serve all tiles.
@@ -69,10 +69,11 @@ def attend_to_latents(
 
     def tile_scores(tile_BSC):
         if not expand:
-            return exact("BTHC,BSC->BHTS", q_BTHC, tile_BSC), tile_BSC[..., :rank]
+            # Whole rows serve as values, and the result is cut: cutting the tile would copy it.
+            return exact("BTHC,BSC->BHTS", q_BTHC, tile_BSC), tile_BSC
         latent_BSL, k_rope_BSR = tile_BSC[..., :rank], tile_BSC[..., rank:]
-        k_BSHN = exact("BSL,LHN->BSHN", latent_BSL, up_k_LHN).astype(tile_BSC.dtype)
-        v_BSHV = exact("BSL,LHV->BSHV", latent_BSL, up_v_LHV).astype(tile_BSC.dtype)
+        k_BSHN = exact("BSL,HNL->BSHN", latent_BSL, up_k_HNL).astype(tile_BSC.dtype)
+        v_BSHV = exact("BSL,HVL->BSHV", latent_BSL, up_v_HVL).astype(tile_BSC.dtype)
         k_rope_BSHR = jnp.broadcast_to(k_rope_BSR[:, :, None], (*k_BSHN.shape[:-1], k_rope_BSR.shape[-1]))
         k_BSHD = jnp.concatenate([k_BSHN, k_rope_BSHR], axis=-1)
         return exact("BHTD,BSHD->BHTS", q_BHTD, k_BSHD), v_BSHV
@@ -92,12 +93,12 @@ def attend_to_latents(
         kept_BHT = jnp.exp(highest_BHT - reference_BHT)
         total_BHT = total_BHT * kept_BHT + jnp.sum(weights_BHTS, axis=-1)
         weights_BHTS = weights_BHTS.astype(values.dtype)
-        read = exact("BHTS,BSHV->BHTV" if expand else "BHTS,BSV->BHTV", weights_BHTS, values)
+        read = exact("BHTS,BSHV->BHTV" if expand else "BHTS,BSC->BHTC", weights_BHTS, values)
         return new_highest_BHT, total_BHT, sum_BHTV * kept_BHT[..., None] + read
 
-    batch, keys, _ = latent_BSC.shape
+    batch, keys, width = latent_BSC.shape
     tile = max(128, _SCORE_BUDGET // (batch * queries * heads) // 128 * 128)
-    value_dim = up_v_LHV.shape[-1] if expand else rank
+    value_dim = up_v_HVL.shape[1] if expand else width
     carry = (
         jnp.full((batch, heads, queries), -jnp.inf, dtype),
         jnp.zeros((batch, heads, queries), dtype),
@@ -132,5 +133,6 @@ def attend_to_latents(
     o_BHTV = sum_BHTV / safe_BHT[..., None]
     if expand:
         return o_BHTV.transpose(0, 2, 1, 3).astype(q_nope_BTHN.dtype), logsumexp_BTH
-    o_BTHV = exact("BHTL,LHV->BTHV", o_BHTV.astype(q_nope_BTHN.dtype), up_v_LHV)
+    o_BHTL = o_BHTV[..., :rank].astype(q_nope_BTHN.dtype)
+    o_BTHV = exact("BHTL,HVL->BTHV", o_BHTL, up_v_HVL)
     return o_BTHV.astype(q_nope_BTHN.dtype), logsumexp_BTH

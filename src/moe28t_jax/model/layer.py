@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,14 +32,19 @@ class Stream(NamedTuple):
     count: jax.Array | None
 
 
+Prepare = Callable[[Group, int], Group]
+"""Makes of what training holds of a layer's parameters, and the layer's number, what the layer computes with."""
+
+
 class Step(NamedTuple):
-    """What all layers of one call share."""
+    """What all layers of one call share. prepare: for training, see `network.run`."""
 
     starts_B: jax.Array
     lengths_B: jax.Array
     valid_BT: jax.Array
     config: ModelConfig
     collect: frozenset[str]
+    prepare: Prepare | None = None
 
 
 def mixed(stream: Stream, parameters: Group | None, config: ModelConfig) -> Float[Array, "B T D"]:
@@ -154,3 +160,18 @@ def run_layer(
     if "partial_sums" in step.collect:
         auxiliary["partial_sums"] = stream.partial_BTD
     return stream, cache, auxiliary
+
+
+def run_prepared_layer(
+    parameters: Group, stream: Stream, layer: int, starts_block: bool | jax.Array, step: Step
+) -> tuple[Stream, dict[str, jax.Array]]:
+    """One layer without a cache, in training: only its inputs are kept for the gradient. The layer is computed again
+    there, and its parameters are prepared again, so that a prepared copy lives no longer than its layer."""
+
+    def body(parameters: Group, stream: Stream) -> tuple[Stream, dict[str, jax.Array]]:
+        assert step.prepare is not None
+        prepared = step.prepare(parameters, layer)
+        stream, _, auxiliary = run_layer(prepared, stream, None, layer, None, starts_block, step)
+        return stream, auxiliary
+
+    return jax.checkpoint(body)(parameters, stream)

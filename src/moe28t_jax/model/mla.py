@@ -15,7 +15,7 @@ from moe28t_jax.model.latent_attention import attend_to_latents
 from moe28t_jax.model.numerics import compute_dtype, layer_norm, linear, rms_norm
 from moe28t_jax.model.parameters import Group
 from moe28t_jax.parallel import attention
-from moe28t_jax.parallel.mesh import same_on_all_stages
+from moe28t_jax.parallel.mesh import current_mesh, same_on_all_stages
 from moe28t_jax.parallel.rules import constrain
 from pallas_kernels import index_select
 
@@ -36,6 +36,18 @@ def index_keys(indexer: Group, x_BTD: Float[Array, "B T D"], dsa: DSAConfig) -> 
     if dsa.key_norm == "rmsnorm":
         return rms_norm(raw_BTD, indexer["k_norm"], dsa.key_norm_eps)
     return layer_norm(raw_BTD, indexer["k_norm"], indexer["k_norm_bias"], dsa.key_norm_eps)
+
+
+def _up_projection(weight: Array, repeat: Array | None, first: int, count: int) -> Float[Array, "H C L"]:
+    """Rows of every head's projection out of the latent, [H, C, L], from a stack of layers at once: to slice a layer
+    out that is then read in two parts would copy it."""
+    if weight.ndim == 3:
+        return weight[:, first : first + count]
+    assert repeat is not None
+    _, heads, _, rank = weight.shape
+    zero = jnp.zeros((), repeat.dtype)
+    start = (repeat, zero, jnp.asarray(first, repeat.dtype), zero)
+    return jax.lax.dynamic_slice(weight, start, (1, heads, count, rank))[0]
 
 
 def mla_attention(
@@ -67,14 +79,21 @@ def mla_attention(
             q_latent_BTL = rms_norm(
                 linear(x_BTD, parameters["q_a_proj"]), parameters["q_a_norm"], mla.latent_eps
             )
+            # Whole before it is multiplied: the compiler would send parts around while it multiplies others, for which
+            # it first copies the weight.
+            q_latent_BTL = constrain(q_latent_BTL, "batch", "token", None)
             q_BTC = linear(q_latent_BTL, parameters["q_b_proj"])
+        if count == 1 and current_mesh() is not None:
+            # As in a delta layer: the division into heads stays outside of the product, and its weight as it lies.
+            q_BTC = jax.lax.optimization_barrier(q_BTC)
         q_BTHC = q_BTC.reshape(batch, count, mla.num_heads, mla.qk_head_dim)
         q_nope_BTHN, q_rope_BTHR = q_BTHC[..., : mla.qk_nope_head_dim], q_BTHC[..., mla.qk_nope_head_dim :]
         kv_BTC = linear(x_BTD, parameters["kv_a_proj"])
         latent_BTL = rms_norm(kv_BTC[..., : mla.kv_lora_rank], parameters["kv_a_norm"], mla.latent_eps)
         rows_BTC = jnp.concatenate([latent_BTL, kv_BTC[..., mla.kv_lora_rank :]], axis=-1)
-        up_LHC = parameters["kv_b_proj"].reshape(mla.kv_lora_rank, mla.num_heads, -1).astype(x_BTD.dtype)
-        up_k_LHN, up_v_LHV = up_LHC[..., : mla.qk_nope_head_dim], up_LHC[..., mla.qk_nope_head_dim :]
+        up = partial(_up_projection, parameters["kv_b_proj"], repeat)
+        up_k_HNL = up(0, mla.qk_nope_head_dim).astype(x_BTD.dtype)
+        up_v_HVL = up(mla.qk_nope_head_dim, mla.v_head_dim).astype(x_BTD.dtype)
 
     key_rows_BTD = None
     if indexer is not None:
@@ -152,9 +171,9 @@ def mla_attention(
     if sparse or "indexer_loss" in collect:
         with jax.named_scope("absorb_queries"):
             absorbed_BTHL = jnp.einsum(
-                "BTHN,LHN->BTHL",
+                "BTHN,HNL->BTHL",
                 q_nope_BTHN,
-                up_k_LHN,
+                up_k_HNL,
                 precision=jax.lax.Precision.HIGHEST,
                 preferred_element_type=compute_dtype(x_BTD.dtype),
             ).astype(x_BTD.dtype)
@@ -171,9 +190,9 @@ def mla_attention(
                 None if whole is None else repeat,
             )
             o_BTHV = jnp.einsum(
-                "BTHL,LHV->BTHV",
+                "BTHL,HVL->BTHV",
                 read_BTHL,
-                up_v_LHV,
+                up_v_HVL,
                 precision=jax.lax.Precision.HIGHEST,
                 preferred_element_type=compute_dtype(x_BTD.dtype),
             ).astype(x_BTD.dtype)
@@ -184,8 +203,8 @@ def mla_attention(
                 q_nope_BTHN,
                 q_rope_BTHR,
                 latent_BSC,
-                up_k_LHN,
-                up_v_LHV,
+                up_k_HNL,
+                up_v_HVL,
                 positions_BT,
             )
     if "indexer_loss" in collect and indexer is not None:
@@ -193,15 +212,14 @@ def mla_attention(
             dsa is not None and q_index_BTHD is not None and weights_BTH is not None and key_BSD is not None
         )
         assert indices_BTN is not None
-        auxiliary["indexer_loss"] = indexer_loss(
+        auxiliary["indexer_loss"] = attention.by_query(
+            partial(indexer_loss, scale=mla.scale, use_relu=dsa.use_relu),
             q_latent_BTHC,
             latent_BSC,
             q_index_BTHD,
             key_BSD,
             weights_BTH,
             indices_BTN,
-            mla.scale,
-            dsa.use_relu,
         )
 
     with jax.named_scope("mla_output"):

@@ -15,7 +15,7 @@ from moe28t_jax.config import ModelConfig, segments
 from moe28t_jax.model.cache import Cache, init_cache
 from moe28t_jax.model.checks import check_inputs
 from moe28t_jax.model.depth import scan_segment
-from moe28t_jax.model.layer import Step, Stream, mixed, run_layer
+from moe28t_jax.model.layer import Prepare, Step, Stream, mixed, run_layer, run_prepared_layer
 from moe28t_jax.model.numerics import compute_dtype, rms_norm
 from moe28t_jax.model.parameters import Parameters
 from moe28t_jax.model.pipeline import pipeline_segment
@@ -77,6 +77,7 @@ def run(
     cache: Cache | None,
     config: ModelConfig,
     collect: frozenset[str] = frozenset(),
+    prepare: Prepare | None = None,
 ) -> Result:
     """All layers and the final norm.
 
@@ -85,6 +86,11 @@ def run(
     `index_keys`, `indexer_loss`, `delta_gates` (`log_decay` [B, T, H, K] and `beta` [B, T, H] of delta layers),
     `residual_weights` ([B, T, 2, J + 1]: what attention and MLP read of the J snapshots, 0 where there is none
     yet, and of the running sum, last). What is not named costs nothing.
+    prepare: for training, without a cache: called with what is held of a layer's parameters (float arrays) and its
+    number, gives what the layer computes with. Layers are then computed again for gradients (only their inputs are
+    kept) and prepared again.
+
+    Raises ValueError for `prepare` with a cache, and with pipeline stages.
     """
     if not hasattr(inputs.token_ids, "shape"):
         inputs = replace(inputs, token_ids=jnp.asarray(inputs.token_ids))
@@ -93,12 +99,17 @@ def run(
     lengths_B = _lengths(inputs, count)
     valid_BT: Bool[Array, "B T"] = jnp.arange(count, dtype=jnp.int32)[None, :] < lengths_B[:, None]
     starts_B: Int[Array, " B"] = jnp.zeros((batch,), jnp.int32) if cache is None else cache.lengths_B
-    step = Step(starts_B, lengths_B, valid_BT, config, collect)
+    step = Step(starts_B, lengths_B, valid_BT, config, collect, prepare)
 
     with jax.named_scope("embedding"):
         stream = Stream(_embed(parameters, inputs, valid_BT, config), (), None)
     mesh = current_mesh()
     stages = 1 if mesh is None else mesh.shape["stage"]
+    if prepare is not None and (cache is not None or stages > 1):
+        raise ValueError(
+            "Parameters are prepared layer by layer in training, without a cache and without pipeline stages; there is "
+            f"{'a cache' if cache is not None else f'a mesh with {stages} stages'}; leave it out, or take stage 1."
+        )
     new_segments: list[list[Any]] = []
     auxiliary: list[dict[str, jax.Array]] = []
     for index, segment in enumerate(segments(config, parameters.stacked(config))):
@@ -114,6 +125,12 @@ def run(
             for position in range(segment.period):
                 layer = segment.first + position
                 with jax.named_scope(f"layer_{layer}"):
+                    if prepare is not None:
+                        stream, collected = run_prepared_layer(
+                            places[position], stream, layer, config.starts_block(layer), step
+                        )
+                        auxiliary.append(collected)
+                        continue
                     stream, layer_cache, collected = run_layer(
                         places[position],
                         stream,

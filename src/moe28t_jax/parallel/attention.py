@@ -159,13 +159,13 @@ def dense_attention(
     q_nope_BTHN: Float[Array, "B T H N"],
     q_rope_BTHR: Float[Array, "B T H R"],
     latent_BSC: Float[Array, "B S C"],
-    up_k_LHN: Float[Array, "L H N"],
-    up_v_LHV: Float[Array, "L H V"],
+    up_k_HNL: Float[Array, "H N L"],
+    up_v_HVL: Float[Array, "H V L"],
     positions_BT: Int[Array, "B T"],
 ) -> Float[Array, "B T H V"]:
     """Causal attention over all cached latents by `attend`, which takes the other arguments and gives outputs and the
     natural-log sum of exponentials: on a mesh by heads and by keys."""
-    arguments = (q_nope_BTHN, q_rope_BTHR, latent_BSC, up_k_LHN, up_v_LHV, positions_BT)
+    arguments = (q_nope_BTHN, q_rope_BTHR, latent_BSC, up_k_HNL, up_v_HVL, positions_BT)
     where = batch_layout(q_nope_BTHN.shape[0])
     if where is None:
         return attend(*arguments)[0]
@@ -189,10 +189,41 @@ def dense_attention(
             by_head,
             by_head,
             P(rows, keys, None),
-            P(None, "tensor", None),
-            P(None, "tensor", None),
+            P("tensor", None, None),
+            P("tensor", None, None),
             P(rows, queries),
         ),
         out_specs=P(rows, tokens, "tensor", None),
         check_vma=False,
     )(*arguments)
+
+
+def by_query(
+    loss: Callable[[Array, Array, Array, Array, Array, Array], Array],
+    q_latent_BTHC: Float[Array, "B T H C"],
+    latent_BSC: Float[Array, "B S C"],
+    q_index_BTID: Float[Array, "B T I D"],
+    key_BSD: Float[Array, "B S D"],
+    weights_BTI: Float[Array, "B T I"],
+    indices_BTN: Int[Array, "B T N"],
+) -> Float[Array, "B T"]:
+    """`loss` of the other arguments, one number per query that depends on no other query: on a mesh every device takes
+    its share of the queries with all their heads, and all keys of the row."""
+    arguments = (q_latent_BTHC, latent_BSC, q_index_BTID, key_BSD, weights_BTI, indices_BTN)
+    where = batch_layout(q_latent_BTHC.shape[0])
+    if where is None:
+        return loss(*arguments)
+    count = q_latent_BTHC.shape[1]
+    divided = (*where.tokens, "tensor")
+    queries = divided if count % where.size(divided) == 0 else ()
+    rows = where.rows
+    by_row = P(rows, None, None)
+    by_token = P(rows, queries, None)
+    return jax.shard_map(
+        loss,
+        in_specs=(
+            P(rows, queries, None, None), by_row, P(rows, queries, None, None), by_row, by_token, by_token,
+        ),
+        out_specs=P(rows, queries),
+        check_vma=False,
+    )(*arguments)  # fmt: skip
