@@ -15,6 +15,7 @@ from moe28t_jax.cli import main
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.planning.compile import topology
 from moe28t_jax.planning.compile.minimum import least_all_to_all_bytes, least_memory_bytes
+from moe28t_jax.planning.compile.report import copies_share
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,6 +68,19 @@ def test_a_decode_step_for_eight_devices(tmp_path: Path) -> None:
     assert all((folder / name).is_file() for name in report["saved"])
 
 
+@pytest.mark.slow
+def test_a_training_step_for_eight_devices() -> None:
+    report = compiled(*LAYER[:4], "--context", "64", "--batch", "8", "--phase", "train")
+    assert (report["phase"], report["batch"], report["context"], report["chunk"]) == ("train", 8, 64, None)
+    assert report["fits"]
+    held = report["held_bytes_per_device"]
+    # First moments in bfloat16, second ones in float32, the routers' biases without any.
+    masters = held["experts"] + held["dense"] + held["embedding"]
+    assert held["moments"] == pytest.approx(1.5 * masters, rel=0.02)
+    assert report["argument_bytes_per_device"] == pytest.approx(sum(held.values()), rel=0.02)
+    assert report["minimum_hbm_bytes_per_step"] == 2 * sum(held.values())
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -74,7 +88,7 @@ def test_a_decode_step_for_eight_devices(tmp_path: Path) -> None:
         (["--mesh", "cpu-8", "--preset", "huge"], "There is no preset 'huge'"),
         (
             ["--mesh", "cpu-8", "--preset", "nano", "--layers", "99"],
-            "--layers 99 is more than the 8 layers of nano",
+            "layers is 99; this configuration has 1 to 8",
         ),
     ],
 )
@@ -130,6 +144,15 @@ def test_least_exchange_of_experts() -> None:
     assert least_all_to_all_bytes(config, AXES | {"expert": 2, "data": 2}, 4) == two
 
 
+def test_few_tokens_fill_a_part_of_the_room_for_them() -> None:
+    axes = AXES | {"expert": 8, "tensor": 8}
+    # Eight rows on each of eight groups are one per device; half of them leave half of the devices without.
+    assert [copies_share(axes, batch, 1) for batch in (64, 32)] == [1.0, 0.5]
+    # One row's next token: every device holds it and one owns it.
+    assert copies_share(axes, 1, 1) == 1 / 64
+    assert copies_share(axes, 1, 8192) == 1.0
+
+
 def test_least_memory_traffic() -> None:
     config = ModelConfig.preset("moe28t")
     held = {
@@ -143,5 +166,9 @@ def test_least_memory_traffic() -> None:
     # One token chooses 16 of 896 experts and reads 2,048 of 131,072 latents.
     one = least_memory_bytes(config, AXES, "decode", 1, 131_072, 8192, held)
     assert one == 16_000 + 10_000 + 2 * 500 + 3_000 + 1_000
+    # Eight tokens of uniform routing choose some experts twice; a program has room for 128.
+    eight = (config, AXES, "decode", 8, 131_072, 8192, held)
+    rest = least_memory_bytes(*eight) - 128_000
+    assert least_memory_bytes(*eight, "uniform") == round(896_000 * (1 - (1 - 16 / 896) ** 8)) + rest
     many = least_memory_bytes(config, AXES, "prefill", 1, 131_072, 8192, held)
     assert many == 896_000 + 10_000 + 2 * 500 + 3_000 + 64_000

@@ -116,6 +116,8 @@ COLLECTIVES = [
     ("f32[256]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}", "collective-permute", KIB),
     ("f32[256]{0} ragged-all-to-all(%x, %x, %n, %n, %n, %n), replica_groups={{0,1}}", "ragged-all-to-all", 512),
     ("f32[64]{0} ragged-all-to-all(%x, %x, %n, %n, %n, %n), replica_groups={{0,1}}", "ragged-all-to-all", 128),
+    ("((f32[256]{0}, f32[256]{0}), f32[256]{0}, u32[]{:S(2)}) ragged-all-to-all-start(%x, %x, %n, %n, %n, %n), "
+     "replica_groups={{0,1}}", "ragged-all-to-all", 512),
     ("f32[2048]{0} all-gather(%x), replica_groups=mesh['a'=2,'b'=8,'c'=4] {'b'}", "all-gather", 7 * KIB),
     ("f32[256]{0} all-to-all(%x), replica_groups=mesh['a'=2,'b'=2] {'a','b':(1)2}", "all-to-all", 768),
     ("(f32[256]{0}, f32[1024]{0}) all-gather-start(%x), replica_groups=[2,4]<=[8]", "all-gather", 3 * KIB),
@@ -137,8 +139,32 @@ def test_experts_that_may_be_repeated_are_counted_apart() -> None:
         'metadata={op_name="jit(f)/experts/fetch_experts/ragged_all_to_all"}'
     )
     moved = traffic(parse(program(entry)))
-    assert moved.repeated_expert_bytes == 64 and moved.all_to_all_bytes == 0
+    assert moved.repeated_expert_bytes == 64 and moved.all_to_all_bytes == 0 and moved.memory_bytes == 0
     assert moved.collectives["ragged-all-to-all"].executed == 1
+
+
+@pytest.mark.parametrize(("scope", "sent"), [("moe_dispatch", 256), ("moe_combine", 512)])
+def test_room_for_tokens_that_there_are_not_is_not_sent(scope: str, sent: int) -> None:
+    """Two devices with room for a token each, of which one exists. On the way out the copies are what is sent, on the
+    way back what is received."""
+    entry = (
+        "  %x = f32[256]{0} parameter(0)\n  %y = f32[512]{0} parameter(1)\n  %n = s32[8]{0} parameter(2)\n"
+        "  ROOT %z = f32[512]{0} ragged-all-to-all(%x, %y, %n, %n, %n, %n), replica_groups={{0,1}}, "
+        f'metadata={{op_name="jit(f)/experts/{scope}/ragged_all_to_all"}}'
+    )
+    assert traffic(parse(program(entry)), copies_share=0.5).all_to_all_bytes == sent
+    assert traffic(parse(program(entry))).all_to_all_bytes == 512
+
+
+def test_candidates_of_index_selection_are_no_experts() -> None:
+    entry = (
+        "  %x = f32[256]{0} parameter(0)\n"
+        "  ROOT %y = f32[256]{0} all-to-all(%x), replica_groups=[1,8]<=[8], dimensions={0}, "
+        'metadata={op_name="jit(f)/jit(select)/index_select_tpu/merge_shards/all_to_all"}'
+    )
+    moved = traffic(parse(program(entry)))
+    assert moved.selection_bytes == 896 and moved.all_to_all_bytes == 0
+    assert moved.collectives["all-to-all"].bytes == 896
 
 
 FUSED = """

@@ -2,7 +2,10 @@
 
 import json
 import re
+import tempfile
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -133,6 +136,42 @@ def test_an_altered_text_is_unknown(old: str, new: str) -> None:
     assert (result.status, result.name, result.allowed) == ("unknown", None, False)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Copyright (c) 2026 Acme. Commercial use prohibited.",
+        "Copyright (c) 2026 Acme, research purposes exclusively, no commercial use",
+        "Copyright (c) 2026 Acme. Fee of 5 percent of revenue due to Acme.",
+        "Copyright (c) 2026 Acme. Nur zu Forschungszwecken.",
+        "Copyright (c) 2026 Acme Inc. Research and teaching.",
+        "Copyright (c) 2026 Acme. All rights reserved. Evaluation.",
+        "Copyright (c) 2026 Acme - non-commercial",
+        "Copyright (c) 2026 Acme, individuals and companies below 5 employees can use it",
+        "COPYRIGHT (C) 2026 ACME, REDISTRIBUTION PROHIBITED",
+    ],
+)
+def test_terms_on_the_line_of_the_holder_are_noticed(line: str) -> None:
+    holder = "Copyright (c) 2025 Somebody"
+    assert holder in MIT
+    result = check_text(MIT.replace(holder, line))
+    assert (result.status, result.name, result.allowed) == ("unknown", None, False)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Copyright (c) 2026 Acme. All rights reserved.",
+        "Copyright (c) Meta Platforms, Inc. and affiliates.",
+        "Copyright © 2020, 2021 J. R. Smith, Jr. & Sons Ltd., Oxford",
+        "Copyright (c) 2018- The Hugging Face team. All rights reserved.",
+        "Copyright (c) 2024 University of California, Berkeley <office@example.edu>",
+        "copyright (c) 2025 01.ai and contributors",
+    ],
+)
+def test_any_holder_may_give_a_licence(line: str) -> None:
+    assert check_text(MIT.replace("Copyright (c) 2025 Somebody", line)).name == "MIT License"
+
+
 @given(st.integers(0, len(K3) - 1), st.characters(min_codepoint=33, max_codepoint=126))
 def test_any_changed_character_is_noticed(position: int, character: str) -> None:
     line = K3[: position + 1].count("\n")
@@ -201,7 +240,35 @@ def test_accepting_one_keeps_the_others(tmp_path: Path) -> None:
         accept(path, licence_hash(f"Terms {number}"))
     assert len(json.loads(acceptance_file().read_text("utf-8"))) == 3
     assert all(require_licence(tmp_path / str(number)).accepted for number in range(3))
-    assert [entry.name for entry in acceptance_file().parent.iterdir()] == ["accepted_licences.json"]
+    assert {entry.suffix for entry in acceptance_file().parent.iterdir()} == {".json", ".lock"}
+
+
+def test_two_who_accept_at_once_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [folder(tmp_path / name, LICENSE=f"Terms {name}") for name in ("one", "two")]
+    make = tempfile.mkstemp
+    other = threading.Thread(target=accept, args=(paths[1], licence_hash("Terms two")))
+
+    def between(**options: Any) -> Any:
+        # The first has read the list and not replaced it yet.
+        if other.ident is None:
+            other.start()
+            other.join(0.2)
+        return make(**options)
+
+    monkeypatch.setattr(tempfile, "mkstemp", between)
+    accept(paths[0], licence_hash("Terms one"))
+    other.join()
+    assert len(json.loads(acceptance_file().read_text("utf-8"))) == 2
+
+
+def test_texts_that_were_fetched_are_judged_by_their_address(tmp_path: Path) -> None:
+    texts = {"s3://bucket/x/LICENSE": "Ask first."}
+    result = check_licence("s3://bucket/x", texts=texts)
+    assert (result.status, result.path) == ("unknown", "s3://bucket/x/LICENSE")
+    assert accept("s3://bucket/x", result.sha256, texts=texts).allowed
+    assert check_licence("s3://bucket/x", texts=texts).accepted
+    with pytest.raises(FileNotFoundError, match="'s3://bucket/x' holds no licence file"):
+        check_licence("s3://bucket/x", texts={})
 
 
 def test_an_agreement_can_be_accepted_by_who_has_it(tmp_path: Path) -> None:

@@ -13,19 +13,14 @@ from math import prod
 from typing import Literal
 
 from moe28t_jax.config import ModelConfig
-from moe28t_jax.planning.inventory import DIVISIONS, Division, LayerKind, Stage, held, stages
+from moe28t_jax.planning.activations import ACTIVATION_BYTES, FLOAT32, activation_bytes, ceil_div
+from moe28t_jax.planning.inventory import DIVISIONS, Division, LayerKind, Stage, held
 
 Phase = Literal["prefill", "decode", "train"]
 Rows = Literal["batch", "context"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "train")
 
-ACTIVATION_BYTES = 2  # bfloat16
 CACHE_BYTES = 2  # latents, index keys and convolution windows follow the activations' dtype
-FLOAT32 = 4
-
-
-def ceil_div(value: int, by: int) -> int:
-    return -(-value // by)
 
 
 @dataclass(frozen=True)
@@ -93,6 +88,11 @@ class Work:
         )  # fmt: skip
 
 
+def decode_spread(batch: int, axes: Mapping[str, int]) -> Rows:
+    """What `expert` carries in decode: rows where `data` x `expert` divides them, else the tokens of long rows."""
+    return "batch" if batch % (axes["data"] * axes["expert"]) == 0 else "context"
+
+
 def divide_work(
     config: ModelConfig,
     axes: Mapping[str, int],
@@ -103,10 +103,13 @@ def divide_work(
     spread: Rows,
     lanes: int = 1,
 ) -> Work:
-    """Rows and tokens of the busiest device. `spread`: whether `expert` carries rows or the tokens of long rows; decode
-    may do either, a prefill chunk is always divided by tokens, and training by rows."""
+    """Rows and tokens of the busiest device. `spread`: whether `expert` carries rows or the tokens of long rows; for
+    decode see `decode_spread`, a prefill chunk is always divided by tokens, and training by rows. Rows that `data` does
+    not divide are repeated over it."""
     data, stage, expert, context_axis = (axes[axis] for axis in ("data", "stage", "expert", "context"))
     as_rows, as_tokens = (expert, 1) if spread == "batch" else (1, expert)
+    if phase != "train" and batch % data:
+        data = 1
     rows = ceil_div(batch, data * as_rows)
     cached = ceil_div(context, context_axis * as_tokens)
     microbatches = 1
@@ -121,7 +124,7 @@ def divide_work(
         tokens = ceil_div(new, expert * context_axis)
         group = tokens * expert
         head_rows = 1
-        step_tokens = new * min(batch, data)
+        step_tokens = new * data
     else:
         microbatches = ceil_div(batch, data * expert)
         tokens = head_rows = ceil_div(context, context_axis)
@@ -217,7 +220,7 @@ def cache_bytes(config: ModelConfig, stage: Stage, axes: Mapping[str, int], work
 def layer_temporaries(
     config: ModelConfig, kind: LayerKind, axes: Mapping[str, int], work: Work
 ) -> tuple[int, int]:
-    """Largest set of arrays that live at once inside one layer: (attention, MLP), bytes on one device."""
+    """Arrays that one layer writes and reads again: (attention, MLP), bytes on one device."""
     attention, mlp = kind
     tensor, n, a = axes["tensor"], work.tokens, ACTIVATION_BYTES
     if attention == "kda":
@@ -247,31 +250,6 @@ def layer_temporaries(
     routed = work.routed_bound * (2 * width + 3 * moe.intermediate_size) * a
     shared = n * ceil_div(moe.shared_size, tensor) * 3 * a
     return first, n * (2 * width * a + moe.num_experts * FLOAT32) + routed + shared
-
-
-def activation_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
-    """The residual stream with its snapshots, the largest layer's temporaries, logits; in training what is kept for
-    the backward pass (one input per layer, the rest is computed again) and the gradients of one layer's arrays."""
-    own, alike = stages(config, axes["stage"])
-    live = max(
-        _live_bytes(config, stage, axes, given)
-        for stage, given in ((own, work), (alike, work.whole))
-        if stage is not None
-    )
-    if work.phase != "train":
-        return live
-    stream = work.tokens * config.hidden_size * ACTIVATION_BYTES
-    kept = own.num_layers * min(axes["stage"], work.microbatches)
-    if alike is not None:
-        kept += alike.num_layers * work.microbatches
-    return 2 * live + kept * stream
-
-
-def _live_bytes(config: ModelConfig, stage: Stage, axes: Mapping[str, int], work: Work) -> int:
-    stream = work.tokens * config.hidden_size * ACTIVATION_BYTES
-    layer = max((max(layer_temporaries(config, kind, axes, work)) for kind in stage.layers), default=0)
-    logits = work.head_rows * ceil_div(config.vocab_size, axes["tensor"]) * FLOAT32 if stage.ends else 0
-    return (config.num_snapshots + 3) * stream + layer + logits
 
 
 def device_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work, limit: int) -> DeviceBytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -18,6 +18,7 @@ from moe28t_jax.planning.memory import (
     Rows,
     StateBytes,
     Work,
+    decode_spread,
     device_bytes,
     divide_work,
     state_bytes,
@@ -269,22 +270,17 @@ def make_plan(
     )  # fmt: skip
 
 
-_SPREADS: Mapping[Phase, tuple[Rows, ...]] = {
-    "decode": ("batch", "context"),
-    "prefill": ("context",),
-    "train": ("batch",),
-}
-
-
 def _divide(
     config: ModelConfig, mesh: MeshFile, device: Chip, phase: Phase, batch: int, context: int, chunk: int
 ) -> tuple[Work, DeviceBytes]:
-    """The work of a device and what it holds, `expert` used in the way that takes less memory."""
-    choices = []
-    for spread in _SPREADS[phase]:
-        work = divide_work(config, mesh.axes, phase, batch, context, chunk, spread, device.cache_lanes)
-        choices.append((work, device_bytes(config, mesh.axes, work, device.memory_bytes)))
-    return min(choices, key=lambda choice: choice[1].total)
+    """The work of a device and what it holds."""
+    spreads: dict[Phase, Rows] = {
+        "decode": decode_spread(batch, mesh.axes),
+        "prefill": "context",
+        "train": "batch",
+    }
+    work = divide_work(config, mesh.axes, phase, batch, context, chunk, spreads[phase], device.cache_lanes)
+    return work, device_bytes(config, mesh.axes, work, device.memory_bytes)
 
 
 def _check(config: ModelConfig, mesh: MeshFile, phase: Phase, batch: int, context: int, chunk: int) -> Chip:

@@ -1,0 +1,167 @@
+"""What is alive in a device's memory beside weights and state while a step runs.
+
+The largest set of arrays that the network's layers need at once, as the compilers' buffer assignments show it for the
+programs of `moe28t` (docs/planning.md has the comparison). Arrays that a compiler keeps in a scratchpad are counted
+too; what a heap loses between arrays is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from moe28t_jax.config import ModelConfig, MoEConfig, segments
+from moe28t_jax.planning.inventory import LayerKind, Stage, stages
+
+if TYPE_CHECKING:
+    from moe28t_jax.planning.memory import Work
+
+ACTIVATION_BYTES = 2  # bfloat16
+FLOAT32 = 4
+PROGRAM_BYTES = 10_000_000
+"""Constants, tables and what the runtime reserves."""
+
+HOME_ROWS = 4096
+"""Rows in the worst case up to which experts stay at home; beyond, some are repeated on other devices."""
+
+SLACK = 1 / 8
+"""By which part a device may exceed its share of the rows then."""
+
+_SUBLANES = 16  # bfloat16 rows of a tile
+
+
+def ceil_div(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+def _up(value: int, unit: int) -> int:
+    return ceil_div(value, unit) * unit
+
+
+def activation_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
+    """The residual stream with its snapshots, the largest layer's arrays, logits; in training what is kept for the
+    backward pass (one input per layer, the rest is computed again) and the gradients of one layer's arrays."""
+    own, alike = stages(config, axes["stage"])
+    live = max(
+        _live_bytes(config, stage, axes, given)
+        for stage, given in ((own, work), (alike, work.whole))
+        if stage is not None
+    )
+    if work.phase != "train":
+        return live + _relaid_weights(config, axes, work.lanes) + PROGRAM_BYTES
+    stream = work.tokens * config.hidden_size * ACTIVATION_BYTES
+    kept = own.num_layers * min(axes["stage"], work.microbatches)
+    if alike is not None:
+        kept += alike.num_layers * work.microbatches
+    return 2 * live + kept * stream + PROGRAM_BYTES
+
+
+def _live_bytes(config: ModelConfig, stage: Stage, axes: Mapping[str, int], work: Work) -> int:
+    # The buffer of snapshots, the running sum and what a sub-layer reads or has made.
+    stream = (config.num_snapshots + 2) * work.tokens * config.hidden_size * ACTIVATION_BYTES
+    layers = [layer_bytes(config, kind, axes, work) for kind in stage.layers]
+    if work.phase == "decode":
+        # The state of the next recurrent layer is fetched while experts run.
+        layer = max((one for one, _ in layers), default=0) + max((other for _, other in layers), default=0)
+    else:
+        layer = max((max(pair) for pair in layers), default=0)
+    logits = work.head_rows * ceil_div(config.vocab_size, axes["tensor"]) * FLOAT32 if stage.ends else 0
+    return stream + layer + logits
+
+
+def layer_bytes(config: ModelConfig, kind: LayerKind, axes: Mapping[str, int], work: Work) -> tuple[int, int]:
+    """Largest set of arrays that live at once inside one layer: (attention, MLP), bytes on one device."""
+    attention, mlp = kind
+    if attention == "kda":
+        first = _recurrent(config, axes, work)
+    else:
+        first = _latent_attention(config, attention == "dsa", axes, work)
+    if mlp == "dense":
+        return first, work.tokens * ceil_div(config.intermediate_size, axes["tensor"]) * 3 * ACTIVATION_BYTES
+    return first, _experts(config, axes, work)
+
+
+def _recurrent(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
+    kda = config.kda
+    assert kda is not None
+    heads = ceil_div(kda.num_heads, axes["tensor"])
+    state = heads * kda.head_dim**2 * FLOAT32
+    if work.phase == "decode":
+        # One layer's slice of the stack, written in place.
+        return work.tokens * state
+    # q, k, v, gate and output in the activations' dtype, the decay in float32; the state before and behind.
+    per_token = heads * kda.head_dim * (5 * ACTIVATION_BYTES + FLOAT32)
+    return work.tokens * per_token + 2 * ceil_div(work.tokens, work.context) * state
+
+
+def _latent_attention(config: ModelConfig, sparse: bool, axes: Mapping[str, int], work: Work) -> int:
+    mla, tensor, a = config.mla, axes["tensor"], ACTIVATION_BYTES
+    assert mla is not None
+    heads = ceil_div(mla.num_heads, tensor)
+    # Where the keys of a row lie on several devices, its queries go to all of them.
+    holders = axes["context"] * (axes["expert"] if work.spread == "context" else 1)
+    queries = work.tokens * (holders if work.phase != "decode" else 1)
+    width = _up(mla.latent_dim, work.lanes)
+    # Queries in the latent and the output there.
+    attend = queries * heads * (width + mla.kv_lora_rank) * a
+    select = 0
+    if sparse:
+        assert config.dsa is not None
+        kept = min(config.dsa.top_k, work.context)
+        attend += queries * kept * FLOAT32
+        # Index queries, and positions and scores of what is selected, before and after an exchange.
+        candidates = kept * 2 * FLOAT32 * (2 if holders > 1 else 1)
+        index = config.dsa.num_heads * config.dsa.head_dim * a
+        select = ceil_div(queries, tensor) * (index + candidates)
+    merge = 0
+    if holders > 1:
+        # The parts of all devices are summed in float32, each with its weight as one channel more.
+        merge = queries * heads * (mla.kv_lora_rank + _up(mla.kv_lora_rank + 1, work.lanes)) * FLOAT32
+    return max(attend, select, merge)
+
+
+def expert_rows(moe: MoEConfig, ranks: int, tokens: int) -> tuple[int, int]:
+    """Rows that the experts of one of `ranks` devices can receive from `tokens` tokens of them all, and how many
+    experts of others it may have to repeat: 0 where all rows stay at their experts' homes."""
+    held, top_k = max(1, moe.num_experts // ranks), moe.num_experts_per_token
+    owned = ceil_div(tokens, ranks)
+    worst = tokens * min(top_k, held)
+    if ranks == 1 or worst <= HOME_ROWS:
+        return worst, 0
+    return min(owned * top_k + int(owned * top_k * SLACK), tokens * min(top_k, 2 * held)), held
+
+
+def _experts(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
+    moe, a = config.moe, ACTIVATION_BYTES
+    assert moe is not None
+    width, inner = moe.latent_size or config.hidden_size, moe.intermediate_size
+    rows, repeated = expert_rows(moe, axes["expert"] * axes["tensor"], work.group_tokens)
+    # What an expert reads and what it makes of it; twice, and both results, where experts are repeated.
+    routed = rows * ((4 * width if repeated else width) + inner) * a
+    packed = config.expert_quantization == "mxfp4"
+    expert = 3 * width * inner * 17 // 32 if packed else 3 * width * inner * a
+    shared = work.tokens * ceil_div(moe.shared_size, axes["tensor"]) * 3 * a
+    router = work.tokens * (2 * width * a + moe.num_experts * FLOAT32)
+    return routed + repeated * expert + shared + router
+
+
+def _relaid_weights(config: ModelConfig, axes: Mapping[str, int], lanes: int) -> int:
+    """Stacks of narrow matrices, which a TPU's compiler lays out anew before the loop over the layers: in whole tiles.
+
+    The heads' step sizes of recurrent layers (heads in sublanes) and the heads' weights of the indexer (in lanes).
+    """
+    if lanes == 1:
+        return 0
+    total = 0
+    for segment in segments(config, True):
+        if segment.repeats == 1:
+            continue
+        rows = segment.repeats // axes["stage"] * config.hidden_size * ACTIVATION_BYTES
+        for position in range(segment.period):
+            kind = config.attention_kinds[segment.layer(0, position)]
+            if kind == "kda" and config.kda is not None:
+                heads = ceil_div(config.kda.num_heads, axes["tensor"])
+                total += rows * _up(heads, _SUBLANES) if heads % lanes else 0
+            if kind == "dsa" and config.dsa is not None and config.dsa.num_heads % lanes:
+                total += rows * _up(config.dsa.num_heads, lanes)
+    return total
