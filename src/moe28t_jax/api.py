@@ -29,7 +29,7 @@ from moe28t_jax.conversation import (
 from moe28t_jax.engine import Steps, check_generation, generate_ids
 from moe28t_jax.model.parameters import Parameters
 from moe28t_jax.model.vision import encode_prepared
-from moe28t_jax.parallel.formats import mesh_layout
+from moe28t_jax.parallel.formats import device_layout, mesh_layout
 from moe28t_jax.parallel.mesh import check_mesh
 from moe28t_jax.planning.licence import LicenceResult
 from moe28t_jax.sources import TOKENIZER_FILE, resolve
@@ -366,7 +366,12 @@ def load(
         raise ValueError(f"dtype is {dtype!r}; it must be bfloat16, float32 or float64.") from None
     licence = found.licence(accept_licence)
     config = found.config(overrides or {})
-    layout, stacked = (None, False) if mesh is None else mesh_layout(mesh)
+    if mesh is not None:
+        layout, stacked = mesh_layout(mesh)
+    elif (device := jax.devices()[0]).platform == "cpu":
+        layout, stacked = None, False
+    else:
+        layout, stacked = device_layout(device)
     parameters, config = found.parameters(config, dtype, mesh, stacked, vision, cache, progress, layout)
     tokenizer = found.tokenizer()
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:

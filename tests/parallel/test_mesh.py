@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from moe28t_jax.parallel import (
     partition,
     shard_abstract,
 )
+from moe28t_jax.parallel.formats import device_layout
 from moe28t_jax.planning.inventory import stages
 from moe28t_jax.planning.memory import cache_bytes, divide_work, weight_bytes
 
@@ -56,6 +58,11 @@ def test_meshes_that_cannot_be_are_refused() -> None:
         ValueError, match=r"has the axes data, stage, expert, tensor, context; model is none of them"
     ):
         make_mesh({"model": 2})
+    for size in (0, -1, True):
+        with pytest.raises(ValueError, match=rf"axis expert is {size}; it is a positive whole number of dev"):
+            make_mesh({"expert": size})
+    with pytest.raises(ValueError, match=r"The mesh is 'cpu-8'; expected a jax\.sharding\.Mesh: .*make_mesh"):
+        check_mesh("cpu-8")
     with pytest.raises(
         ValueError, match=r"has the axes data and lacks stage, expert, tensor, context; make one with"
     ):
@@ -63,6 +70,19 @@ def test_meshes_that_cannot_be_are_refused() -> None:
     explicit = jax.make_mesh((1,) * 5, AXES, axis_types=(AxisType.Explicit,) * 5)
     with pytest.raises(ValueError, match=r"axes data, stage, .* are not of type Auto"):
         check_mesh(explicit)
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "expected"),
+    [
+        ("cpu", "cpu", ("packed_kn", False)),
+        ("TPU v6 lite", "tpu", ("packed_kn", True)),
+        ("TPU7x", "tpu", ("float4_kn", True)),
+        ("NVIDIA H200", "gpu", ("packed_nk", True)),
+    ],
+)
+def test_a_device_alone_gets_the_form_that_its_kernels_read(kind, platform, expected) -> None:
+    assert device_layout(SimpleNamespace(device_kind=kind, platform=platform)) == expected
 
 
 def test_expert_carries_rows_where_they_divide_and_tokens_otherwise() -> None:

@@ -18,9 +18,13 @@ def expert_layout(device: str) -> str:
     return _LAYOUTS.get(device, "packed_kn")
 
 
+def device_layout(device: Any) -> tuple[str, bool]:
+    """(layout of packed experts, whether repeated layers are stacked and scanned) on a `jax.Device`: accelerators
+    compile one body for all repeats; a CPU is faster without."""
+    return expert_layout(device.device_kind), device.platform != "cpu"
+
+
 def mesh_layout(mesh: Any) -> tuple[str, bool]:
-    """(layout of packed experts, whether repeated layers are stacked and scanned) for the devices of a
-    `jax.sharding.Mesh`: accelerators compile one body for all repeats; a CPU is faster without, but pipeline stages
-    need stacks."""
-    device = mesh.devices.flat[0]
-    return expert_layout(device.device_kind), device.platform != "cpu" or mesh.shape["stage"] > 1
+    """The same for the devices of a `jax.sharding.Mesh`; pipeline stages need stacks, on a CPU too."""
+    layout, stacked = device_layout(mesh.devices.flat[0])
+    return layout, stacked or mesh.shape["stage"] > 1

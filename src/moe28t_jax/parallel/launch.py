@@ -173,8 +173,8 @@ def _tpu(environment: Mapping[str, str]) -> Launch | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list: `node[007-9,12],other` gives `node007`."""
-    first = re.match(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)?", nodes)
+    """The first host of a Slurm node list: `node[007-9,12],other` gives `node007`, `r[1-2]n[3-4]` gives `r1n3`."""
+    first = re.match(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*", nodes)
     assert first is not None
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 

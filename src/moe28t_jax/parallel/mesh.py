@@ -30,12 +30,18 @@ def make_mesh(
     time); more than the mesh needs may be there and stay idle. Neighbours on an axis are neighbours in the wiring where
     the devices tell it.
 
-    Raises ValueError for an unknown axis and where there are fewer devices than the mesh needs.
+    Raises ValueError for an unknown axis, a size that is no positive whole number, and where there are fewer devices
+    than the mesh needs.
     """
     if isinstance(mesh_file, Mapping):
         unknown = [axis for axis in mesh_file if axis not in AXES]
         if unknown:
             raise ValueError(f"A mesh has the axes {', '.join(AXES)}; {', '.join(unknown)} is none of them.")
+        for axis, size in mesh_file.items():
+            if type(size) is not int or size < 1:
+                raise ValueError(
+                    f"The mesh axis {axis} is {size!r}; it is a positive whole number of devices."
+                )
         sizes = tuple(mesh_file.get(axis, 1) for axis in AXES)
     else:
         sizes = (mesh_file if isinstance(mesh_file, MeshFile) else load_mesh_file(mesh_file)).sizes
@@ -84,8 +90,13 @@ def same_on_all_stages(flag: jax.Array) -> jax.Array:
     return jax.lax.pmax(flag.astype(jnp.int32), "stage") > 0
 
 
-def check_mesh(mesh: Mesh | AbstractMesh) -> None:
-    """Raise ValueError for a mesh that the rules of this package do not apply to."""
+def check_mesh(mesh: Any) -> None:
+    """Raise ValueError for what is no mesh, and for a mesh that the rules of this package do not apply to."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(
+            f"The mesh is {mesh!r}; expected a jax.sharding.Mesh: moe28t_jax.parallel.make_mesh makes one from a mesh "
+            "file or its name."
+        )
     missing = [axis for axis in AXES if axis not in mesh.axis_names]
     if missing:
         raise ValueError(
