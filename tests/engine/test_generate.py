@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from moe28t_jax.engine import FinishReason, Steps, generate_ids, sample
+from moe28t_jax.engine import generate as engine
+from moe28t_jax.engine.sampling import nucleus as kept_tokens
 from moe28t_jax.weights import load_parameters
 
 DATA = Path(__file__).parents[1] / "golden" / "data"
@@ -73,6 +75,26 @@ def test_the_nucleus_keeps_exactly_the_tokens_that_reach_top_p() -> None:
     assert np.flatnonzero(frequencies(1.0, 0.67)).tolist() == [1, 3, 5]
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_nucleus_is_that_of_sorted_tokens(dtype) -> None:
+    """Many equal logits, both zeros, tokens that cannot be, and all sizes of nucleus."""
+    rng = np.random.default_rng(0)
+    rows = rng.choice([-np.inf, -3.0, -0.0, 0.0, 0.25, 1.0, 1.5], (40, 33)).astype(dtype)
+    rows[20:] = rng.normal(0, 3, (20, 33))
+    rows[:, 0] = 0.5
+    with jax.enable_x64(dtype == np.float64):
+        for top_p in (1e-6, 0.03, 0.3, 0.5, 0.77, 0.9, 0.999):
+            found = np.asarray(kept_tokens(jnp.asarray(rows), jnp.asarray(top_p, dtype)))
+            for row, kept in zip(rows.astype(np.float64), found, strict=True):
+                p = np.exp(row - row.max())
+                p /= p.sum()
+                order = np.argsort(-p, kind="stable")
+                before = np.cumsum(p[order]) - p[order]
+                # A sum that is top_p but for rounding may fall on either side.
+                sure = abs(before - top_p) > 1e-6
+                np.testing.assert_array_equal(kept[order][sure], (before < top_p)[sure])
+
+
 def test_temperature_zero_takes_the_highest_logit_and_the_lowest_id_of_equals() -> None:
     found = frequencies(0.0, 1.0)
     assert np.flatnonzero(found).tolist() == [1]
@@ -103,6 +125,11 @@ def test_equal_seeds_give_equal_tokens() -> None:
     assert sampled[0] == sampled[1] != sampled[2]
     # Without a seed every call draws its own: equal outcomes of 12 tokens do not happen.
     assert generate(PROMPT, 12, temperature=3.0)[0] != generate(PROMPT, 12, temperature=3.0)[0]
+
+
+def test_a_drawn_seed_is_the_one_of_the_first_device(monkeypatch) -> None:
+    monkeypatch.setattr(engine, "seed_of_first_device", lambda seed, mesh: 2)
+    assert generate(PROMPT, 12, temperature=1.5) == generate(PROMPT, 12, temperature=1.5, seed=2)
 
 
 def test_a_stop_token_ends_generation_and_is_not_given_out() -> None:
@@ -177,3 +204,21 @@ def test_a_chunk_off_the_grid_is_refused() -> None:
 
 def _parameters():
     return jax.tree.unflatten(steps()._structure, steps()._leaves)
+
+
+def test_a_context_that_is_no_multiple_of_the_grid_is_used_to_its_end() -> None:
+    parameters, config = load_parameters(DATA / "k31_tiny_mxfp4", dtype=np.dtype("float32"))
+    short = Steps(parameters, config.override({"max_context": 70}))
+    found = list(generate_ids(short, (PROMPT * 10)[:66], 9))
+    assert found == list(generate_ids(steps(), (PROMPT * 10)[:66], 4)) and len(found) == 5
+    with pytest.raises(ValueError, match="The prompt has 70 tokens and the context holds 70"):
+        list(generate_ids(short, PROMPT * 10, 9))
+
+
+@pytest.mark.parametrize("lengths", [[0, 0], []])
+def test_prompts_without_a_token_are_refused(lengths) -> None:
+    ids = np.zeros((len(lengths), 3), np.int32)
+    with pytest.raises(
+        ValueError, match=r"lengths of the prompts are \[.*\]; at least one row must have a token"
+    ):
+        steps().prefill(ids, np.asarray(lengths, np.int32), steps().new_cache(2, 64))

@@ -3,12 +3,14 @@
 import dataclasses
 import math
 
+import jax
 import numpy as np
 import pytest
 
 import moe28t_jax as m
 from moe28t_jax.api import Model
 from moe28t_jax.evals import FileScore, bits, score_texts
+from moe28t_jax.parallel import make_mesh
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,21 @@ def test_texts_that_cannot_be_scored_are_refused(model) -> None:
     bare = Model(model.config, model.parameters)
     with pytest.raises(ValueError, match="This checkpoint folder has no tokenizer, so text cannot be scored"):
         score_texts(bare, [("full", "x")])
+
+
+def test_a_model_on_a_mesh_is_scored_on_it(model, monkeypatch) -> None:
+    mesh = make_mesh({})
+    placed = Model(model.config, model.parameters, model.tokenizer, 64, mesh)
+    called = []
+
+    def chunk(leaves, structure, token_ids, targets, lengths, cache, config):
+        called.append(jax.sharding.get_abstract_mesh())
+        assert structure == jax.tree.structure(model.parameters.text_only())
+        return lengths / 2, cache
+
+    monkeypatch.setattr(bits, "_chunk_bits", chunk)
+    assert [score.bits for score in score_texts(placed, TEXTS[:2], batch=3)] == [13.5, 0.5]
+    assert called == [mesh.abstract_mesh]
 
 
 def test_nothing_to_score_is_an_empty_list(model) -> None:

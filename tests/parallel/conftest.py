@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
+# These programs run once, on a few numbers: most of their time is the compiler's.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 _WORKER = """
 import importlib.util, json, pickle, sys, warnings
@@ -32,9 +34,10 @@ with open(result, "wb") as file:
 
 def _run_on_devices(count: int, function_path: str, folder: Path, **arguments: Any) -> Any:
     path, _, name = function_path.partition(":")
+    flags = [os.environ.get("XLA_FLAGS", ""), QUICK, f"--xla_force_host_platform_device_count={count}"]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}".strip(),
+        "XLA_FLAGS": " ".join(flags).strip(),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), str(HERE)]),
     }
     result = folder / "result.pickle"

@@ -283,6 +283,11 @@ def too_small_bounds(
     return noticed
 
 
+def several(function: str, cases: list[dict[str, Any]]) -> list[Any]:
+    """A function of this file for several arguments, in one process."""
+    return [globals()[function](**case) for case in cases]
+
+
 def quick() -> dict[str, Any]:
     """What the fast suite looks at, in one process."""
     axes = {"expert": 4, "tensor": 2}

@@ -27,8 +27,9 @@ from pallas_kernels.index_select import xla as selection
 
 TINY = Path(__file__).parents[1] / "golden" / "data" / "k31_tiny_mxfp4"
 CHOICES = frozenset({"index_sets", "router"})
-CHUNKS = (16, 8, 1, 1)
-CAPACITY = 32
+# Chunks of one length share a program.
+CHUNKS = (16, 16, 1, 1)
+CAPACITY = 64
 
 
 def config_of(attention_kinds: tuple[str, ...], block: int) -> ModelConfig:
@@ -46,7 +47,8 @@ def config_of(attention_kinds: tuple[str, ...], block: int) -> ModelConfig:
 
 def make_parameters(config: ModelConfig, dtype: str, packed: bool, stacked: bool) -> Parameters:
     """Random parameters, none at a neutral value."""
-    parameters = initialize(config, jax.random.key(1), jnp.dtype(dtype))
+    # One program; by itself it would be a hundred small ones.
+    parameters = jax.jit(lambda key: initialize(config, key, jnp.dtype(dtype)))(jax.random.key(1))
     leaves, structure = jax.tree.flatten(parameters)
     rng = np.random.default_rng(2)
     noise = [jnp.asarray(0.1 * rng.standard_normal(leaf.shape), leaf.dtype) for leaf in leaves]
@@ -340,21 +342,21 @@ def long_cache(axes: dict[str, int], capacity: int, chunk: int) -> dict[str, Any
             out, cache, auxiliary = step(
                 parameters, Inputs(jnp.asarray(ids), jnp.full((1,), count, jnp.int32)), cache, config
             )
-            logits.append(np.asarray(out))
+            logits.append(on_host(out))
             chosen += chosen_of(auxiliary, np.ones((1, count), bool))
         return logits, chosen
 
     logits, chosen = last_tokens(parameters, jax.tree.map(jnp.asarray, filled))
     mesh = make_mesh(axes)
     with jax.set_mesh(mesh):
-        placed = place_parameters(parameters, config, mesh)
+        placed = place_parameters(jax.tree.map(np.asarray, parameters), config, mesh)
         cache = jax.device_put(filled, cache_shardings(filled, mesh))
         found, found_chosen = last_tokens(placed, cache)
     sets = [x for x in chosen if x.shape[-1] == 8]
     return {
         "logits": difference(found, logits),
         "same choices": all(np.array_equal(a, b) for a, b in zip(found_chosen, chosen, strict=True)),
-        "keys of all devices": len({int(i) * 8 // capacity for x in sets for i in x.reshape(-1)}),
+        "keys of all devices": len({int(i) * mesh.size // capacity for x in sets for i in x.reshape(-1)}),
         "positions of a device": cache.segments[1][0].latent_BSC.addressable_shards[0].data.shape[1],
     }
 

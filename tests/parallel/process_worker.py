@@ -12,8 +12,10 @@ from moe28t_jax.parallel import make_mesh, place_parameters
 from moe28t_jax.parallel.startup import initialize_distributed
 
 
-def main(axes: dict[str, int], batch: int) -> dict[str, Any]:
+def main(axes: dict[str, int], batch: int, capacity: int) -> dict[str, Any]:
     launch = initialize_distributed()
+    if capacity:
+        return network_workers.long_cache(axes, capacity, 64) | {"processes": launch.processes}
     config = network_workers.config_of(("kda", "dsa"), 3)
     parameters = network_workers.make_parameters(config, "float32", packed=True, stacked=False)
     expected = network_workers.serve(parameters, config, batch)
@@ -33,4 +35,6 @@ def main(axes: dict[str, int], batch: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print("REPORT " + json.dumps(main(json.loads(sys.argv[1]), int(sys.argv[2]))), flush=True)
+    print(
+        "REPORT " + json.dumps(main(json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))), flush=True
+    )

@@ -1,5 +1,9 @@
 """`--mesh` of the commands that load a model."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from moe28t_jax.cli import main
@@ -15,3 +19,11 @@ from moe28t_jax.cli import main
 def test_a_mesh_that_is_not_there(mesh: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--prompt", "import", "--mesh", mesh]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_scores_on_eight_devices(run_on_devices: Callable[..., Any], small_checkpoint: Path) -> None:
+    report = run_on_devices(8, "cli_workers.py:score_on_mesh", folder=str(small_checkpoint))
+    assert report["found"] == pytest.approx(report["expected"], rel=1e-5)
+    # Experts stay where they are: tokens are sent to them.
+    assert len(report["exchanges"]) == 1 and report["exchanges"][0] > 0

@@ -127,6 +127,12 @@ def test_bounds_hold_whatever_is_chosen(
 
 
 def test_decoding_keeps_rows_at_home_and_prefill_balances_them() -> None:
-    assert choose_placement(1, 16, 64, 896) == "home"
-    assert choose_placement(128, 16, 64, 896) == "balanced"
+    assert choose_placement(64, 16, 64, 896) == "home"
+    assert choose_placement(8192, 16, 64, 896) == "balanced"
     assert choose_placement(8192, 16, 1, 896) == "home"
+
+
+def test_few_tokens_that_all_ranks_hold_take_little_room() -> None:
+    """One row's next token on 64 devices: each receives it at most once, with at most its 14 experts."""
+    limits = bounds(1, 16, 64, 896, "home", total=1)
+    assert (limits.copies, limits.received, limits.rows) == (16, 1, 14)

@@ -15,7 +15,7 @@ from moe28t_jax.planning import chip, make_plan
 
 DEPLOYMENTS = (
     "b200-16", "cpu-8", "gb200-nvl72", "h100-32", "h200-16", "tpu7x-4x4x2", "tpu7x-4x4x4", "tpu7x-4x4x8",
-    "v5p-4x4x4", "v5p-4x4x8", "v6e-16x16",
+    "v5p-4x4x4", "v5p-4x4x8", "v5p-8x8x16", "v6e-16x16",
 )  # fmt: skip
 GOOD = """
 kind = "h200"

@@ -10,17 +10,17 @@ TOLERANCE = {"float32": 2e-4, "float64": 1e-9}
 GRADIENT_TOLERANCE = {"float32": 2e-3, "float64": 1e-8}
 WORKER = "network_workers.py:compare"
 
-# Every axis alone, and combinations.
-MESHES = [
-    {"data": 4},
-    {"expert": 8},
-    {"tensor": 4},
-    {"context": 4},
+SINGLE = [{"data": 4}, {"expert": 8}, {"tensor": 4}, {"context": 4}]
+COMBINED = [
     {"expert": 4, "tensor": 2},
     {"expert": 4, "context": 2},
     {"data": 2, "expert": 2, "tensor": 2},
     {"expert": 2, "tensor": 2, "context": 2},
 ]
+# Float experts, which have gradients, in layers of their own, each a block of attention residuals.
+INLINE = {"packed": False, "stacked": False, "kinds": ["kda", "dsa"], "block": 1}
+# Packed ones in a scanned stack, in which blocks begin.
+STACKED = {"packed": True, "stacked": True, "kinds": ["kda", "dsa", "kda", "dsa", "kda"], "block": 2}
 
 
 def assert_equal_to_one_device(report: dict[str, Any], dtype: str) -> None:
@@ -45,22 +45,30 @@ def test_eight_devices_are_one(run_on_devices: Callable[..., Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(f"{k}{v}" for k, v in mesh.items()))
-def test_every_axis_and_combination(run_on_devices, mesh, packed, dtype) -> None:
-    """Rows, also fewer of them than `expert`, which then carries tokens; layers inline and stacked."""
-    batch = 8 if mesh.get("expert", 1) == 8 else 4
-    [report] = run_on_devices(
-        8, WORKER, meshes=[mesh], packed=packed, dtype=dtype, batch=batch, stacked=packed
-    )
-    assert_equal_to_one_device(report, dtype)
+@pytest.mark.parametrize("meshes", [SINGLE, COMBINED], ids=["single", "combined"])
+def test_every_axis_and_combination(run_on_devices, meshes, dtype) -> None:
+    """Chunked prefill, decode and gradients; all meshes of a list against one reference."""
+    reports = run_on_devices(8, WORKER, meshes=meshes, dtype=dtype, batch=8, **INLINE)
+    assert [report["axes"] for report in reports] == meshes
+    for report in reports:
+        assert {"serve logits", "serve cache", "serve same choices", "train gradients"} < set(report)
+        assert_equal_to_one_device(report, dtype)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"expert": 4, "tensor": 2}, {"expert": 4, "context": 2}, {"context": 8}])
-def test_one_long_row(run_on_devices, mesh) -> None:
-    [report] = run_on_devices(8, WORKER, meshes=[mesh], batch=1, dtype="float64")
-    assert_equal_to_one_device(report, "float64")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_stack_of_packed_experts(run_on_devices, dtype) -> None:
+    meshes = [{"expert": 4, "tensor": 2}, {"expert": 2, "tensor": 2, "context": 2}]
+    for report in run_on_devices(8, WORKER, meshes=meshes, dtype=dtype, parts=["serve"], **STACKED):
+        assert_equal_to_one_device(report, dtype)
+
+
+@pytest.mark.slow
+def test_one_long_row(run_on_devices) -> None:
+    """Fewer rows than `expert` has devices, which then carries tokens."""
+    meshes = [{"expert": 4, "tensor": 2}, {"expert": 4, "context": 2}, {"context": 8}]
+    for report in run_on_devices(8, WORKER, meshes=meshes, batch=1, dtype="float64", **INLINE):
+        assert_equal_to_one_device(report, "float64")
 
 
 STAGES = [

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from moe28t_jax.parallel import startup
+from moe28t_jax.parallel import make_mesh, startup
+from moe28t_jax.parallel.agreement import seed_of_first_device, text_of_first_process
 from moe28t_jax.parallel.launch import PORT, Launch, detect_launch, first_host, set_tpu_options
 from moe28t_jax.parallel.startup import initialize_distributed
 
@@ -108,8 +109,8 @@ def test_a_timeout_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_node_lists() -> None:
-    assert [first_host(x) for x in ("a", "a,b", "n[1-3]", "n[01,7-9],m", "r1n[05-06]x")] == [
-        "a", "a", "n1", "n01", "r1n05x",
+    assert [first_host(x) for x in ("a", "a,b", "n[1-3]", "n[01,7-9],m", "r1n[05-06]x", "rack[1-2]node[3-4]")] == [
+        "a", "a", "n1", "n01", "r1n05x", "rack1node3",
     ]  # fmt: skip
 
 
@@ -130,6 +131,12 @@ def test_options_of_a_tpus_compiler() -> None:
 def test_a_process_alone_connects_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "_running", None)
     assert initialize_distributed(environment={}) == Launch()
+
+
+def test_a_process_alone_agrees_with_itself() -> None:
+    assert seed_of_first_device(5, None) == seed_of_first_device(5, make_mesh({})) == 5
+    for text in ("", "na\u00efve \U0001f642\n", "\udcff"):
+        assert text_of_first_process(lambda text=text: text) == text
 
 
 def free_port() -> int:
@@ -171,7 +178,13 @@ mesh = jax.make_mesh((count,), ("x",), axis_types=(AxisType.Auto,))
 x = jax.make_array_from_callback((count, 64), NamedSharding(mesh, P("x")),
     lambda i: np.random.default_rng(i[0].start).standard_normal((1, 64)).astype(np.float32))
 f = jax.jit(jax.shard_map(lambda x: jax.lax.psum(jnp.cos(x), "x"), mesh=mesh, in_specs=P("x"), out_specs=P()))
-print("RESULT", jax.process_count(), count, np.asarray(f(x).addressable_shards[0].data).tobytes().hex(), flush=True)
+def agreed():
+    from moe28t_jax.parallel.agreement import seed_of_first_device, text_of_first_process
+    text = text_of_first_process(lambda: f"na\u00efve of {jax.process_index()}")
+    return seed_of_first_device(7 + jax.process_index(), mesh), text.encode().hex()
+shared = agreed() if sys.argv[1:] == [] else ()
+found = np.asarray(f(x).addressable_shards[0].data).tobytes().hex()
+print("RESULT", jax.process_count(), count, found, *shared, flush=True)
 while sys.argv[1:] == ["on"]:
     jax.block_until_ready(f(x))
 """
@@ -337,6 +350,8 @@ def test_results_are_the_same_on_every_host(processes: int, launcher: str) -> No
         assert [process.returncode for process in running] == [0] * processes, errors
     assert all(line[:2] == [str(processes)] * 2 for line in words)
     assert len({line[2] for line in words}) == 1 and len(words[0][2]) == 2 * 4 * 64
+    # Drawn and read by the first one.
+    assert all(line[3:] == ["7", "na\u00efve of 0".encode().hex()] for line in words)
 
 
 @pytest.mark.parametrize(
@@ -353,3 +368,35 @@ def test_a_host_that_dies_inside_a_collective(processes: int, killed: int) -> No
                 error = ended(process)
                 assert process.returncode != 0
                 assert f"Process {killed} (" in error and "is gone" in error, error
+
+
+INTERRUPTED = (
+    COLLECTIVE.partition("def agreed")[0]
+    + """
+import moe28t_jax.cli.generate as command
+from moe28t_jax.cli import main
+class Model:
+    def stream(self, prompt, **options):
+        print("RESULT", flush=True)
+        while True:
+            jax.block_until_ready(f(x))
+command.load_model = lambda options: Model()
+sys.exit(main(["generate", "--prompt", "x", "--no-echo"]))
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_an_interrupt_of_one_process_ends_all(interrupted: int) -> None:
+    # Longer than the test waits: none of them ends because it waited long enough for another.
+    environment = [values | {"MOE28T_TIMEOUT": "600"} for values in launched(2, "moe28t")]
+    with started(INTERRUPTED, 2, [[]] * 2, environment) as running:
+        for process in running:
+            result(process)
+        running[interrupted].send_signal(signal.SIGINT)
+        assert "moe28t generate: interrupted." in ended(running[interrupted])
+        assert running[interrupted].returncode == 130
+        error = ended(running[1 - interrupted])
+        assert running[1 - interrupted].returncode == 1
+        assert f"Process {interrupted} (" in error and "ended with an error: It was interrupted." in error

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(options, sentence, 1)
     except KeyboardInterrupt:
         print(f"\nmoe28t {options.command}: interrupted.", file=sys.stderr)
-        return 130
+        return _ended("It was interrupted.", 130)
 
 
 def _kernels(name: str | None) -> AbstractContextManager[None]:
@@ -62,10 +62,13 @@ def _kernels(name: str | None) -> AbstractContextManager[None]:
 
 def _failed(options: argparse.Namespace, sentence: str, status: int) -> int:
     print(f"moe28t {options.command}: {sentence}", file=sys.stderr)
+    return _ended(sentence, status)
+
+
+def _ended(sentence: str, status: int) -> int:
+    """The status; where this process has been connected with others, they are told the reason and it ends here."""
     startup = sys.modules.get("moe28t_jax.parallel.startup")
-    if startup is not None:
-        startup.tell_failure(sentence)
-    return status
+    return status if startup is None else startup.fail_together(sentence, status)
 
 
 def _sentence(error: Exception) -> str:
@@ -125,6 +128,10 @@ def _parser() -> argparse.ArgumentParser:
     loaded.add_argument(
         "--kernels", choices=("tpu", "gpu"),
         help="try these kernels first, which are compiled and tested for their chips but have not run on one",
+    )  # fmt: skip
+    loaded.add_argument(
+        "--programs", type=Path, metavar="FOLDER",
+        help="keep compiled programs there and use those that are there, as moe28t compile --save kept them",
     )  # fmt: skip
     sampled = argparse.ArgumentParser(add_help=False)
     sampled.add_argument(
@@ -209,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
         "model",
         nargs="?",
         default="nano",
-        help="checkpoint folder, config.json, or preset name; default nano",
+        help="checkpoint folder or address, config.json, or preset name; default nano",
     )
     inspect.add_argument("--tensors", action="store_true", help="also list every stored tensor of a folder")
 
@@ -251,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
         "checksums", run_checksums, "write the checksums of a checkpoint's tensors beside them",
         ["path/to/checkpoint"], json_option,
     )  # fmt: skip
-    checksums.add_argument("folder", type=Path, help="checkpoint folder")
+    checksums.add_argument("folder", help="checkpoint folder")
 
     score = add(
         "score", run_score, "bits per byte of text files",

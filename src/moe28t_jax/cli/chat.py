@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from moe28t_jax.cli.answering import Answer, Printer, call_text, converse
 from moe28t_jax.cli.common import device_failure, fail, harmless, json_text, load_model, read_json, read_tools
 from moe28t_jax.cli.generate import check_sampling, sampling, summary
+from moe28t_jax.cli.lines import BLOCK, Typed, prepare_terminal, read_line, read_message
+from moe28t_jax.parallel.launch import detect_launch
 
 EFFORTS = ("low", "high", "max", "none")
-BLOCK = '"""'
 HELP = f"""\
 Write a message and press Enter. A line that ends in \\ goes on in the next one; {BLOCK} starts and ends a
 message of several lines, in which nothing is a command. Ctrl-C stops an answer and keeps what was said, or drops
@@ -31,13 +31,6 @@ the message being written; Ctrl-D or /quit ends.
   /save FILE, /load FILE      write or read the conversation as a request in JSON
   /tokens                     tokens of the conversation as the model reads it
   /help, /quit"""
-
-
-class Typed(NamedTuple):
-    """What was typed; a block between marks is a message whatever it says."""
-
-    text: str
-    is_block: bool = False
 
 
 class Client:
@@ -325,11 +318,17 @@ def _needed(value: str, usage: str) -> str:
     return value or fail(f"Something is missing; write {usage}.")
 
 
-# -- lines -----------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------------------------
 def run_chat(options: argparse.Namespace) -> int:
     """Run the command."""
     if sys.stdin is None:
         fail("There is no standard input to read messages from; run it in a terminal or pipe text into it.")
+    processes = detect_launch(os.environ).processes
+    if processes > 1:
+        fail(
+            f"This program has {processes} processes, and a conversation is typed into one; chat in a single process, "
+            "or answer with moe28t generate --messages FILE, which runs on all of them."
+        )
     # A mistake is known before the long loading begins.
     check_sampling(sampling(options))
     if options.tools is not None:
@@ -338,65 +337,7 @@ def run_chat(options: argparse.Namespace) -> int:
     client = Client(model, options)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        _prepare_terminal(client.command_names)
+        prepare_terminal(client.command_names)
         client.say(f"{model!r}. /help lists the commands.")
-    client.run(lambda: _read_line("> " if is_terminal else ""))
+    client.run(lambda: read_line("> " if is_terminal else ""))
     return 0
-
-
-def _prepare_terminal(commands: list[str]) -> None:
-    """Editing, history of earlier chats and completion of commands, where the platform has readline."""
-    try:
-        readline = importlib.import_module("readline")
-    except ImportError:
-        return
-
-    def complete(text: str, state: int) -> str | None:
-        return [*(name for name in commands if name.startswith(text)), None][state] if text else None
-
-    readline.set_completer_delims(" ")
-    readline.set_completer(complete)
-    readline.parse_and_bind("tab: complete")
-    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "moe28t"
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        history = folder / "history"
-        if history.exists():
-            readline.read_history_file(history)
-        readline.set_history_length(1000)
-        import atexit
-
-        atexit.register(lambda: _write_history(readline, history))
-
-
-def _write_history(readline: Any, path: Path) -> None:
-    with contextlib.suppress(OSError):
-        readline.write_history_file(path)
-
-
-def _read_line(prompt: str) -> str:
-    """A line of standard input."""
-    try:
-        # input() asks on standard output, which over a pipe holds the answers alone.
-        return input(prompt)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"The text on standard input is not UTF-8 text (byte {error.start}); convert it first."
-        ) from None
-
-
-def read_message(read_line: Callable[[], str]) -> Typed:
-    """A message of one or several lines; EOFError where there are no more lines before it begins."""
-    parts = [read_line()]
-    if parts[0].lstrip().startswith(BLOCK):
-        parts = [parts[0].lstrip()[len(BLOCK) :]]
-        with contextlib.suppress(EOFError):
-            while not parts[-1].rstrip().endswith(BLOCK):
-                parts.append(read_line())
-            parts[-1] = parts[-1].rstrip()[: -len(BLOCK)]
-        return Typed("\n".join(parts).strip("\n"), is_block=True)
-    with contextlib.suppress(EOFError):
-        while parts[-1].endswith("\\"):
-            parts[-1] = parts[-1][:-1]
-            parts.append(read_line())
-    return Typed("\n".join(parts))

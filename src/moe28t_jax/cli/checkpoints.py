@@ -29,6 +29,15 @@ def _run(options: argparse.Namespace, action: Callable[[Any], None]) -> int:
     return 0
 
 
+def _folder(text: str, what: str) -> Path:
+    """A path of this machine; a sentence for an address."""
+    if "://" in text:
+        fail(
+            f"{what} {text!r} is an address, but {what} is a folder of this machine: fetch it or copy it there."
+        )
+    return Path(text)
+
+
 def _check_free(options: argparse.Namespace) -> None:
     # An unfinished conversion leaves no target, so going on with it needs no --overwrite.
     if not options.overwrite and (options.target / "config.json").is_file():
@@ -42,8 +51,8 @@ def run_convert(options: argparse.Namespace) -> int:
     """Run `moe28t convert`."""
     from moe28t_jax.weights import convert, convert_to_orbax, export_orbax, is_orbax
 
-    source = options.source
-    if str(source) == "nano" and not source.exists():
+    source, options.target = _folder(options.source, "SOURCE"), _folder(options.target, "TARGET")
+    if options.source == "nano" and not source.exists():
         from moe28t_jax.api import shipped_folder
 
         source = shipped_folder("nano")
@@ -52,16 +61,29 @@ def run_convert(options: argparse.Namespace) -> int:
     if is_orbax(source):
         if options.to == "orbax":
             fail(f"{str(source)!r} is an Orbax checkpoint already; to move it, copy the folder.")
+        _no_dtype(options)
         return _run(options, lambda progress: export_orbax(source, options.target, options.to, progress))
     if options.to == "orbax":
-        return _run(options, lambda progress: convert_to_orbax(source, options.target, progress=progress))
+        return _run(
+            options,
+            lambda progress: convert_to_orbax(source, options.target, options.dtype, progress=progress),
+        )
+    _no_dtype(options)
     return _run(options, lambda progress: convert(source, options.target, to=options.to, progress=progress))
+
+
+def _no_dtype(options: argparse.Namespace) -> None:
+    if options.dtype is not None:
+        fail(
+            "--dtype goes with --to orbax; in the public layout every tensor has its own type (from Orbax: the "
+            "declared one, bfloat16 for most)."
+        )
 
 
 def add_convert_options(command: argparse.ArgumentParser) -> None:
     """The options of `moe28t convert`."""
-    command.add_argument("source", type=Path, help="checkpoint folder or file, Orbax folder, or nano")
-    command.add_argument("target", type=Path, help="folder to write")
+    command.add_argument("source", help="checkpoint folder or file, Orbax folder, or nano")
+    command.add_argument("target", help="folder to write")
     command.add_argument(
         "--to", choices=("mxfp4", "bfloat16", "orbax"), default="mxfp4",
         help="the public layout with experts as MXFP4 (default) or bfloat16, or Orbax with weights as they are",
@@ -69,6 +91,10 @@ def add_convert_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--overwrite", action="store_true", help="replace a checkpoint that is in the target folder"
     )
+    command.add_argument(
+        "--dtype", choices=("bfloat16", "float32"),
+        help="of the weights in Orbax that are not packed; default what holds those of the source exactly",
+    )  # fmt: skip
 
 
 def run_fake_checkpoint(options: argparse.Namespace) -> int:
@@ -76,6 +102,7 @@ def run_fake_checkpoint(options: argparse.Namespace) -> int:
     from moe28t_jax.config import ModelConfig
     from moe28t_jax.weights import fake_checkpoint
 
+    options.target = _folder(options.target, "--out")
     config = ModelConfig.preset(options.preset).override(overrides(options))
     if not options.shard_gigabytes > 0:
         fail(f"--shard-gigabytes is {options.shard_gigabytes}; it must be more than 0.")
@@ -93,9 +120,7 @@ def run_fake_checkpoint(options: argparse.Namespace) -> int:
 def add_fake_checkpoint_options(command: argparse.ArgumentParser, positive: Any) -> None:
     """The options of `moe28t fake-checkpoint`."""
     command.add_argument("--preset", required=True, help="model to imitate, such as moe28t")
-    command.add_argument(
-        "--out", dest="target", type=Path, required=True, metavar="DIR", help="folder to write"
-    )
+    command.add_argument("--out", dest="target", required=True, metavar="DIR", help="folder to write")
     command.add_argument("--layers", type=positive, metavar="N", help="only the first so many; default all")
     command.add_argument("--experts", type=positive, metavar="E", help="only so many per layer; default all")
     command.add_argument("--seed", type=int, default=0, help="of the drawn weights; default 0")
@@ -113,11 +138,12 @@ def run_checksums(options: argparse.Namespace) -> int:
 
     from moe28t_jax.weights import write_checksums
 
+    options.folder = _folder(options.folder, "FOLDER")
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         count = write_checksums(options.folder, progress)
     if options.json:
         print(json_text({"folder": str(options.folder), "tensors": count}))
     else:
-        print(f"Wrote the checksums of {count} tensors; streaming loads compare with them.")
+        print(f"Wrote the checksums of {count} tensors; loads compare with them.")
     return 0

@@ -8,7 +8,12 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from moe28t_jax.parallel.launch import detect_launch
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 def fail(text: str) -> NoReturn:
@@ -47,6 +52,28 @@ def device_failure(error: BaseException) -> str | None:
     )
 
 
+def is_first() -> bool:
+    """Whether this process speaks for all of its program; the others say nothing but why they end."""
+    return detect_launch(os.environ).is_first
+
+
+def remark(text: str) -> None:
+    """A line on standard error, apart from what the command prints; the first process says it for all."""
+    if is_first():
+        print(text, file=sys.stderr, flush=True)
+
+
+def progress_display(*columns: Any, transient: bool = False) -> Progress:
+    """Bars on standard error, where that is a terminal; the first process shows them for all."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    return Progress(
+        *columns, console=console, transient=transient, disable=not (console.is_terminal and is_first())
+    )
+
+
 def load_model(options: argparse.Namespace) -> Any:
     """The model that `--model`, `--dtype`, `--max-context` and `--set` name, with a progress bar on a terminal."""
     from moe28t_jax.parallel.startup import initialize_distributed
@@ -55,9 +82,11 @@ def load_model(options: argparse.Namespace) -> Any:
     if not initialize_distributed().is_first:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
+    if options.programs is not None:
+        keep_programs(options.programs)
+
     import jax
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
     from moe28t_jax.api import load
 
@@ -71,8 +100,7 @@ def load_model(options: argparse.Namespace) -> Any:
         # A CPU has no fast bfloat16 arithmetic.
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_display(*columns, transient=True) as progress:
         return load(
             options.model,
             mesh=mesh,
@@ -83,6 +111,19 @@ def load_model(options: argparse.Namespace) -> Any:
             accept_licence=options.accept_licence,
             cache=options.cache,
         )
+
+
+def keep_programs(folder: Path) -> None:
+    """Let JAX keep what it compiles in the folder, made if need be, and take from there what was kept."""
+    import jax
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"{str(folder)!r} cannot hold compiled programs ({error.strerror}); name a folder.")
+    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def overrides(options: argparse.Namespace) -> dict[str, Any]:
@@ -110,7 +151,18 @@ def read_text(path: Path) -> str:
 
 
 def read_standard_input(remedy: str) -> str:
-    """The text on standard input; `remedy` is said where there is none."""
+    """The text on standard input; `remedy` is said where there is none. Of several processes the first one reads, since
+    a launcher gives standard input to it alone, and all get what it read."""
+    from moe28t_jax.parallel.startup import initialize_distributed
+
+    if initialize_distributed().processes == 1:
+        return _standard_input(remedy)
+    from moe28t_jax.parallel.agreement import text_of_first_process
+
+    return text_of_first_process(lambda: _standard_input(remedy))
+
+
+def _standard_input(remedy: str) -> str:
     if sys.stdin is None or sys.stdin.isatty():
         fail(remedy)
     try:

@@ -6,35 +6,32 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from moe28t_jax.cli.common import fail, json_text, overrides
+from moe28t_jax.cli.common import fail, json_text, keep_programs, overrides
 
 
 def run_compile(options: argparse.Namespace) -> int:
     """Run `moe28t compile`; exit status 1 where the program does not fit."""
-    from moe28t_jax.config import ModelConfig
+    from moe28t_jax.config import ModelConfig, slice_config
     from moe28t_jax.parallel.mesh_file import load_mesh_file
     from moe28t_jax.planning.compile.topology import prepare_environment
 
-    config = ModelConfig.preset(options.preset).override(overrides(options))
-    if options.layers is not None:
-        if options.layers > config.num_layers:
-            fail(
-                f"--layers {options.layers} is more than the {config.num_layers} layers of {options.preset}."
-            )
-        config = config.override(
-            {
-                "attention_kinds": config.attention_kinds[: options.layers],
-                "mlp_kinds": config.mlp_kinds[: options.layers],
-            }
-        )
+    config = slice_config(ModelConfig.preset(options.preset).override(overrides(options)), options.layers)
     mesh = load_mesh_file(options.mesh)
     if options.text is not None and not options.text.parent.is_dir():
         fail(
             f"--text {str(options.text)!r} is in a folder that does not exist; make {str(options.text.parent)!r}."
         )
+    if options.text is not None:
+        try:
+            options.text.open("a").close()
+        except OSError as error:
+            fail(f"--text {str(options.text)!r} cannot be written ({error.strerror}); name another file.")
     # Before JAX starts, which reads them then.
     prepare_environment(mesh)
-    before = set() if options.save is None else _keep_programs(options.save)
+    before: set[str] = set()
+    if options.save is not None:
+        keep_programs(options.save)
+        before = _programs(options.save)
 
     import jax
 
@@ -69,24 +66,15 @@ def _programs(folder: Path) -> set[str]:
     return {entry.name for entry in folder.iterdir() if not entry.name.endswith("-atime")}
 
 
-def _keep_programs(folder: Path) -> set[str]:
-    """Let JAX keep what it compiles in the folder, made if need be; the entries that are there already."""
-    import jax
-
-    folder.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return _programs(folder)
-
-
 def add_compile_options(command: argparse.ArgumentParser, positive: Any) -> None:
     """The options of `moe28t compile`."""
     command.add_argument("--preset", default="moe28t", help="model to compile; default moe28t")
     command.add_argument(
         "--mesh", required=True, metavar="FILE", help="mesh file, by path or by name (such as tpu7x-4x4x2)"
     )
-    command.add_argument("--phase", choices=("prefill", "decode"), default="decode", help="default decode")
+    command.add_argument(
+        "--phase", choices=("prefill", "decode", "train"), default="decode", help="default decode"
+    )
     command.add_argument(
         "--batch", type=positive, metavar="ROWS",
         help="sequences; default the mesh file's, in prefill one per copy of the model",
@@ -95,12 +83,11 @@ def add_compile_options(command: argparse.ArgumentParser, positive: Any) -> None
         "--context",
         type=positive,
         metavar="TOKENS",
-        help="tokens that a row can hold; default the mesh file's",
+        help="tokens that a row can hold, in training those that it has; default the mesh file's",
     )
     command.add_argument(
         "--chunk",
         type=positive,
-        default=8192,
         metavar="TOKENS",
         help="new tokens per prefill step; default 8192",
     )
@@ -115,6 +102,6 @@ def add_compile_options(command: argparse.ArgumentParser, positive: Any) -> None
         "--save",
         type=Path,
         metavar="FOLDER",
-        help="keep the compiled program there, for JAX's compilation cache",
+        help="keep the compiled program there, for --programs of the commands that load a model",
     )
     command.add_argument("--text", type=Path, metavar="FILE", help="write the compiled program's text")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe28t_jax.cli.common import fail, load_model, overrides, read_text
+from moe28t_jax.cli.common import fail, load_model, overrides, progress_display, read_text, remark
 
 
 def run_inspect(options: argparse.Namespace) -> int:
@@ -26,8 +25,7 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 def run_score(options: argparse.Namespace) -> int:
     """Run `moe28t score`."""
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import MofNCompleteColumn, TextColumn
 
     from moe28t_jax.evals import score_texts
 
@@ -43,10 +41,7 @@ def run_score(options: argparse.Namespace) -> int:
     if not texts:
         fail("There is nothing to score; name files or folders (or --heldout for nano's held-out texts).")
     model = load_model(options)
-    console = Console(stderr=True)
-    with Progress(
-        TextColumn("scored tokens"), MofNCompleteColumn(), console=console, disable=not console.is_terminal
-    ) as progress:
+    with progress_display(TextColumn("scored tokens"), MofNCompleteColumn()) as progress:
         task = progress.add_task("scoring", total=None)
         scores = score_texts(model, texts, options.batch, lambda count: progress.advance(task, count))
     _print_scores(scores, dict(texts), skipped, options)
@@ -65,13 +60,13 @@ def _texts(paths: Sequence[Path]) -> tuple[list[tuple[str, str]], list[str]]:
             try:
                 text = read_text(file)
             except (ValueError, OSError) as error:
-                print(f"moe28t score: skipped {str(file)!r}: {error}", file=sys.stderr)
+                remark(f"moe28t score: skipped {str(file)!r}: {error}")
                 skipped.append(str(file))
                 continue
             if text:
                 texts.append((str(file), text))
             else:
-                print(f"moe28t score: skipped {str(file)!r}: it is empty.", file=sys.stderr)
+                remark(f"moe28t score: skipped {str(file)!r}: it is empty.")
                 skipped.append(str(file))
     return texts, skipped
 

@@ -19,6 +19,7 @@ from moe28t_jax.cli.common import (
     read_standard_input,
     read_text,
     read_tools,
+    remark,
 )
 
 _SAMPLING = {
@@ -67,7 +68,7 @@ def _continue(options: argparse.Namespace) -> int:
         print(json_text({**found, "tokens_per_second": _rounded(clock)}))
     else:
         print(flush=True)
-        print(summary(result, clock), file=sys.stderr)
+        remark(summary(result, clock))
     return 0
 
 
@@ -130,7 +131,7 @@ def _answer(options: argparse.Namespace) -> int:
         print(json_text(found))
     else:
         for turn in turns:
-            print(summary(turn.result, turn.clock), file=sys.stderr)
+            remark(summary(turn.result, turn.clock))
     return 0
 
 

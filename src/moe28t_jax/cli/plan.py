@@ -56,19 +56,23 @@ def run_licence(options: argparse.Namespace) -> int:
     """Run `moe28t licence`; exit status 1 where the weights may not be loaded for this use."""
     from moe28t_jax.planning import UsageProfile, accept, check_licence
 
-    path = options.path
-    if str(path) == "nano" and not path.exists():
+    path, texts = options.path, None
+    if "://" in path:
+        from moe28t_jax.sources import resolve
+
+        texts = resolve(path).licence_texts()
+    elif path == "nano" and not Path(path).exists():
         from moe28t_jax.api import shipped_folder
 
         path = shipped_folder("nano")
     if options.accept is not None:
-        accept(path, options.accept)
+        accept(path, options.accept, texts)
     profile = UsageProfile(
         internal=options.internal, official=options.official, commercial=not options.non_commercial,
         model_as_a_service=options.maas, revenue_12_months=options.revenue,
         monthly_revenue=options.monthly_revenue, monthly_active_users=options.monthly_users,
     )  # fmt: skip
-    result = check_licence(path, profile)
+    result = check_licence(path, profile, texts)
     if options.json:
         print(json_text(result.to_json()))
     else:
@@ -81,7 +85,7 @@ def run_licence(options: argparse.Namespace) -> int:
             print(f"  {reason}")
         print(f"  sha256 of the normalised text: {result.sha256}{' (accepted)' if result.accepted else ''}")
         if not result.allowed:
-            print(f"  To go on nevertheless: moe28t licence {str(options.path)!r} --accept {result.sha256}")
+            print(f"  To go on nevertheless: moe28t licence {options.path!r} --accept {result.sha256}")
     return 0 if result.allowed else 1
 
 
@@ -123,7 +127,7 @@ def add_plan_options(command: argparse.ArgumentParser, positive: Any) -> None:
 
 def add_licence_options(command: argparse.ArgumentParser) -> None:
     """The options of `moe28t licence`."""
-    command.add_argument("path", type=Path, help="checkpoint folder, a licence file, or nano")
+    command.add_argument("path", help="checkpoint folder or address, a licence file, or nano")
     command.add_argument(
         "--accept", metavar="SHA256", help="remember that you accept the text with this hash"
     )

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.engine.sampling import NOT_A_TOKEN, sample
 from moe28t_jax.engine.steps import Steps, round_up
+from moe28t_jax.parallel.agreement import seed_of_first_device
 
 # Caches come in these steps, so that prompts of similar length share one compiled program.
 _CACHE_GRID = 256
@@ -89,7 +90,8 @@ def generate_ids(
 ) -> Iterator[tuple[int | None, FinishReason | None]]:
     """Continue a prompt; yields (token, None) as tokens are drawn and (None, reason) once at the end.
 
-    A stop token ends generation and is not yielded. `seed` None draws one from the operating system.
+    A stop token ends generation and is not yielded. `seed` None draws one from the operating system, the same for all
+    processes of the mesh.
     `image_features`: one row per media pad token of the prompt, in order (`model.vision.encode_prepared`).
     Raises ValueError for an empty prompt, unknown ids, a prompt beyond the context, bad sampling values, or image
     features that are not as many as media pad tokens; FloatingPointError where logits are not finite.
@@ -103,7 +105,9 @@ def generate_ids(
     prompt = np.asarray([prompt_ids], np.int32)
     lengths = np.asarray([len(prompt_ids)], np.int32)
     logits_BV, cache = steps.prefill(prompt, lengths, cache, image_features)
-    key = jax.random.key(secrets.randbits(31) if seed is None else seed)
+    if seed is None:
+        seed = seed_of_first_device(secrets.randbits(31), steps.mesh)
+    key = jax.random.key(seed)
     tokens_B = _sample(logits_BV, jax.random.fold_in(key, 0), jnp.float32(temperature), jnp.float32(top_p))
     active = jnp.ones((1,), bool)
     for index in range(count):

@@ -13,12 +13,9 @@ from jaxtyping import Array, Float, Int, Integer, Key
 
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.engine.sampling import sample
-from moe28t_jax.model.cache import Cache, init_cache
+from moe28t_jax.model.cache import GRID, Cache, init_cache
 from moe28t_jax.model.network import Inputs, forward
 from moe28t_jax.model.parameters import Parameters
-
-# Prefill runs on this grid, so that a chunk's arithmetic does not depend on how a prompt arrived.
-GRID = 64
 
 
 def round_up(count: int, grid: int = GRID) -> int:
@@ -115,12 +112,13 @@ class Steps:
         # Flattened once: a module's traversal on every call costs more than a small model's step.
         self._leaves, self._structure = jax.tree.flatten(parameters.text_only())
 
-    def _on_mesh(self) -> AbstractContextManager[Any]:
+    def on_mesh(self) -> AbstractContextManager[Any]:
+        """What programs over the parameters are called in, so that they are sharded over the mesh."""
         return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for at least `capacity` tokens per row."""
-        with self._on_mesh():
+        with self.on_mesh():
             return init_cache(self.config, batch, capacity, self.dtype, self.stacked)
 
     def forward(
@@ -133,7 +131,7 @@ class Steps:
     ) -> tuple[Float[Array, "B *T V"], Cache | None]:
         """`moe28t_jax.forward`, compiled for these shapes; with image features it is another program."""
         inputs = Inputs(token_ids, lengths, image_features)
-        with self._on_mesh():
+        with self.on_mesh():
             return _forward(self._leaves, self._structure, inputs, cache, self.config, logits)
 
     def prefill(
@@ -146,9 +144,13 @@ class Steps:
         """Read right-padded prompts in chunks on the grid; logits after each row's last real token.
 
         image_features: one row per media pad token of all prompts, in reading order of the batch: row after row.
-        Raises ValueError when their numbers differ.
+        Raises ValueError when their numbers differ, and where no row has a token.
         """
         lengths = np.asarray(lengths, np.int32)
+        if not lengths.size or lengths.max() < 1:
+            raise ValueError(
+                f"The lengths of the prompts are {lengths.tolist()}; at least one row must have a token."
+            )
         images = _FeatureRows(token_ids, lengths, image_features, self.config, self.dtype)
         longest = int(lengths.max())
         last_logits = None
@@ -179,7 +181,7 @@ class Steps:
         top_p: float,
     ) -> tuple[Int[Array, " B"], Float[Array, "B V"], Cache]:
         """Read one token per active row and draw the next: (next tokens, logits, cache)."""
-        with self._on_mesh():
+        with self.on_mesh():
             return _decode(
                 self._leaves,
                 self._structure,
@@ -200,7 +202,7 @@ class Steps:
     ) -> jax.stages.Lowered:
         """The program of `forward` without images, and of a `prefill` chunk, lowered and not run."""
         inputs = Inputs(token_ids, lengths, None)
-        with self._on_mesh():
+        with self.on_mesh():
             return _forward.lower(self._leaves, self._structure, inputs, cache, self.config, logits)
 
     def lower_decode(
@@ -208,5 +210,5 @@ class Steps:
     ) -> jax.stages.Lowered:
         """The program of `decode`, lowered and not run."""
         arguments = (tokens_B, active_B, cache, key, temperature, top_p)
-        with self._on_mesh():
+        with self.on_mesh():
             return _decode.lower(self._leaves, self._structure, *arguments, config=self.config)

@@ -14,6 +14,8 @@ import numpy as np
 from moe28t_jax.api import Model
 from moe28t_jax.engine.steps import round_up
 from moe28t_jax.model.network import Inputs, project_logits, run
+from moe28t_jax.parallel.rules import constrain
+from moe28t_jax.parallel.vocabulary import log_probabilities
 
 _CHUNK = 512
 
@@ -38,10 +40,11 @@ def _chunk_bits(leaves, structure, token_ids_BT, targets_BT, lengths_B, cache, c
     parameters = jax.tree.unflatten(structure, leaves)
     result = run(parameters, Inputs(token_ids_BT, lengths_B), cache, config)
     logits_BTV = project_logits(parameters, result.hidden_BTD)
-    chosen_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
-    nats_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - chosen_BT
+    nats_BT = -log_probabilities(logits_BTV, targets_BT)
     valid_BT = jnp.arange(nats_BT.shape[1], dtype=jnp.int32) < lengths_B[:, None]
-    return jnp.sum(jnp.where(valid_BT, nats_BT, 0.0), axis=1) / math.log(2), result.cache
+    bits_B = jnp.sum(jnp.where(valid_BT, nats_BT, 0.0), axis=1) / math.log(2)
+    # Whole on every device, so that each process can read it.
+    return constrain(bits_B, None), result.cache
 
 
 def score_texts(
@@ -72,7 +75,7 @@ def score_texts(
         encoded.append(np.asarray([tokenizer.bos_id, *ids], np.int32))
 
     steps = model.steps
-    leaves, structure = jax.tree.flatten(model.parameters)
+    leaves, structure = jax.tree.flatten(model.parameters.text_only())
     bits = np.zeros(len(texts))
     # Texts of similar length share a batch; short batches are filled up with empty rows.
     order = sorted(range(len(texts)), key=lambda index: len(encoded[index]))
@@ -81,7 +84,7 @@ def score_texts(
         longest = max(len(encoded[index]) - 1 for index in members)
         chunk = min(_CHUNK, round_up(longest))
         # Few distinct cache sizes: each is a compiled program.
-        capacity = min(max(chunk, 1 << (longest - 1).bit_length()), model.config.max_context)
+        capacity = min(max(chunk, 1 << (longest - 1).bit_length()), round_up(model.config.max_context))
         cache = steps.new_cache(batch, capacity)
         for start in range(0, longest, chunk):
             tokens = np.zeros((batch, chunk), np.int32)
@@ -91,17 +94,9 @@ def score_texts(
                 piece = encoded[index][start : start + chunk + 1]
                 count = max(len(piece) - 1, 0)
                 tokens[row, :count], targets[row, :count], lengths[row] = piece[:-1], piece[1:], count
-            found, cache = _chunk_bits(
-                leaves,
-                structure,
-                jnp.asarray(tokens),
-                jnp.asarray(targets),
-                jnp.asarray(lengths),
-                cache,
-                model.config,
-            )
-            for row, index in enumerate(members):
-                bits[index] += float(found[row])
+            with steps.on_mesh():
+                found_B, cache = _chunk_bits(leaves, structure, tokens, targets, lengths, cache, model.config)
+            bits[members] += np.asarray(found_B, np.float64)[: len(members)]
             if on_tokens is not None:
                 on_tokens(int(lengths.sum()))
     return [

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import os
+import sys
 from collections.abc import Mapping
 
 from moe28t_jax.parallel.launch import Launch, detect_launch, set_tpu_options
@@ -88,7 +90,14 @@ def _timeout(environment: Mapping[str, str]) -> float:
     return seconds
 
 
-def tell_failure(sentence: str) -> None:
-    """Tell the other processes that this one ends because of an error, so that none waits for it in a collective."""
+def fail_together(sentence: str, status: int) -> int:
+    """Where this process is one of several: tell the others that it ends because of an error, so that none waits for it
+    in a collective, and end it with the status at once; an ordinary end would wait for them. Otherwise returns the
+    status."""
     if _running is not None and _running[1] is not None:
         _running[1].fail(sentence)
+        for file in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                file.flush()
+        os._exit(status)
+    return status
