@@ -3,9 +3,12 @@
 Writes the checkpoint, then loads it onto a mesh of all processes (experts divided, matrices by columns), from the disk
 and, a smaller one, from an S3 server in a process of its own (needs moto and s3fs). Each process reports what it read;
 the share it should read is computed apart from the loader. Speed is compared with the same number of processes that
-read the same files and do nothing else. Files are dropped from the page cache before each run. One load from S3 is
-killed half-way and run again. Prints one JSON object; exit status 1 where a process read more than 1% above its share
-or its memory passed the budget.
+read the same files and do nothing else, with the files dropped from the page cache before each run (cold), and again
+with all of them in it (cached). Then a byte of the checkpoint on disk is flipped, a shard cut short, a shard taken
+away: what the loads say. One load from S3 is killed half-way and run again, and the smaller checkpoint is loaded to the
+layouts of v5p and tpu7x and compared with a load that is converted afterwards. Prints one JSON object; exit status 1
+where a process read more than 1% above its share, its memory passed the budget, a fault was not named or layouts
+differ.
 
     python benchmarks/streaming_load.py --megabytes 4000 --s3-megabytes 300
 """
@@ -24,25 +27,26 @@ import time
 from pathlib import Path
 from typing import Any
 
-HIDDEN = 1024
-MIDDLE = 1024
 LAYERS = 8
+# Inputs and outputs of an expert: those of the public model, and smaller ones for the smaller checkpoint.
+LARGE, SMALL = (3584, 3072), (1024, 1024)
 
 
-def synthetic_config(megabytes: int, processes: int) -> Any:
+def synthetic_config(megabytes: int, processes: int, expert: tuple[int, int]) -> Any:
     """A configuration whose packed experts take about that many MB over seven layers."""
     from moe28t_jax.config import ModelConfig
 
-    expert_bytes = 3 * HIDDEN * MIDDLE * 17 // 32
-    experts = max(2, round(megabytes * 1e6 / expert_bytes / (LAYERS - 1) / processes)) * processes
+    hidden, middle = expert
+    expert_bytes = 3 * hidden * middle * 17 // 32
+    experts = max(1, round(megabytes * 1e6 / expert_bytes / (LAYERS - 1) / processes)) * processes
     return ModelConfig.from_hf(
         {
             "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "vocab_size": 4096,
-            "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 8,
+            "hidden_size": hidden, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 8,
             "intermediate_size": 2048, "hidden_act": "silu", "q_lora_rank": None, "kv_lora_rank": 64,
             "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "mla_use_nope": True,
             "num_experts": experts, "num_experts_per_token": 4, "num_shared_experts": 0,
-            "moe_intermediate_size": MIDDLE, "moe_router_activation_func": "sigmoid", "routed_scaling_factor": 1.0,
+            "moe_intermediate_size": middle, "moe_router_activation_func": "sigmoid", "routed_scaling_factor": 1.0,
             "first_k_dense_replace": 1,
             "linear_attn_config": {
                 "num_heads": 8, "head_dim": 64, "short_conv_kernel_size": 4, "full_attn_layers": [4, 8],
@@ -111,6 +115,7 @@ def work(options: argparse.Namespace) -> None:
     jax.block_until_ready(jax.numpy.zeros(1))
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
+    used = time.process_time()
     parameters, _, report = stream_parameters(
         options.source,
         sharding=rule,
@@ -118,15 +123,43 @@ def work(options: argparse.Namespace) -> None:
         host_bytes=options.host_bytes,
         workers=options.workers,
     )
+    used = time.process_time() - used
     size = sum(shard.data.nbytes for leaf in jax.tree.leaves(parameters) for shard in leaf.addressable_shards)
-    print(json.dumps(report.to_json() | {"array_bytes": size, "peak_bytes": resident("VmHWM") - before}))
+    found = {"array_bytes": size, "peak_bytes": resident("VmHWM") - before, "cpu_seconds": used}
+    print(json.dumps(report.to_json() | found))
+
+
+def compare_layouts(options: argparse.Namespace) -> None:
+    """Whether loading to a chip's layout gives the bits of loading and then converting."""
+    import jax
+    import numpy as np
+
+    from moe28t_jax.parallel.formats import expert_layout
+    from moe28t_jax.weights import load_parameters, stream_parameters
+    from pallas_kernels.mxfp4_matmul import MXFP4Tensor
+
+    plain, _ = load_parameters(options.source, stacked=True)
+    result = {}
+    for kind in ("v5p", "tpu7x"):
+        layout = expert_layout(kind)
+        converted = jax.tree.map(
+            lambda leaf, layout=layout: leaf.to_layout(layout) if isinstance(leaf, MXFP4Tensor) else leaf,
+            plain, is_leaf=lambda leaf: isinstance(leaf, MXFP4Tensor),
+        )  # fmt: skip
+        loaded, _, _ = stream_parameters(options.source, layout=layout, host_bytes=options.host_bytes)
+        pairs = zip(jax.tree.leaves(loaded), jax.tree.leaves(converted), strict=True)
+        result[f"{kind} {layout}"] = all(
+            a.dtype == b.dtype and np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+            for a, b in pairs
+        )
+    print(json.dumps(result))
 
 
 def read_plainly(options: argparse.Namespace) -> None:
     """Read every n-th piece of the files into one buffer, and nothing else."""
     buffer = bytearray(options.chunk)
     total = 0
-    started = time.perf_counter()
+    started, used = time.perf_counter(), time.process_time()
     for file in sorted(Path(options.source).glob("*.safetensors")):
         handle = os.open(file, os.O_RDONLY)
         size = os.fstat(handle).st_size
@@ -138,7 +171,8 @@ def read_plainly(options: argparse.Namespace) -> None:
             count = os.preadv(handle, [memoryview(buffer)[: last - first]], first)
             first, total = first + count, total + count
         os.close(handle)
-    print(json.dumps({"bytes": total, "seconds": time.perf_counter() - started}))
+    seconds, used = time.perf_counter() - started, time.process_time() - used
+    print(json.dumps({"bytes": total, "seconds": seconds, "cpu_seconds": used}))
 
 
 def drop_from_cache(folder: Path) -> None:
@@ -189,8 +223,56 @@ def summary(reports: list[Any], expected: int, host_bytes: int) -> dict[str, Any
         "peak_bytes_beyond_arrays": beyond,
         "host_bytes": host_bytes,
         "seconds": round(seconds, 2),
+        "cpu_seconds": round(sum(report["cpu_seconds"] for report in reports), 2),
         "megabytes_per_second": round(sum(read) / seconds / 1e6),
     }
+
+
+def alone(options: argparse.Namespace, *arguments: str) -> list[str]:
+    """The command of one process of this file, without others."""
+    return [sys.executable, __file__, "--process", "0", "--processes", "1", "--port", "0",
+            "--host-bytes", str(options.host_bytes), *arguments]  # fmt: skip
+
+
+def faults(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The last line of loads of the damaged, truncated and incomplete checkpoint, which is whole again afterwards."""
+    from moe28t_jax.weights import describe
+
+    shards = sorted(folder.glob("*.safetensors"))
+    shard = shards[len(shards) // 2]
+    name = next(info.name for info in describe(folder) if info.shard == shard.name and "_packed" in info.name)
+    end = shard.stat().st_size - 1
+    with shard.open("r+b") as file:
+        header = int.from_bytes(file.read(8), "little")
+        start = json.loads(file.read(header))[name]["data_offsets"][0]
+        place = 8 + header + start + 1000
+        file.seek(place)
+        byte = file.read(1)
+        file.seek(end)
+        last = file.read(1)
+
+    def write(position: int, content: bytes) -> None:
+        with shard.open("r+b") as file:
+            file.seek(position)
+            file.write(content)
+
+    def said() -> str:
+        done = subprocess.run(alone(options, "--source", str(folder)), capture_output=True, text=True)
+        return done.stderr.strip().splitlines()[-1] if done.returncode else "nothing"
+
+    found: dict[str, str] = {}
+    write(place, bytes([byte[0] ^ 16]))
+    found["damaged"] = said()
+    write(place, byte)
+    os.truncate(shard, end)
+    found["truncated"] = said()
+    write(end, last)
+    hidden = shard.with_suffix(".away")
+    shard.rename(hidden)
+    found["missing"] = said()
+    hidden.rename(shard)
+    named = all(shard.name in text and "CheckpointError" in text for text in found.values())
+    return found | {"named": named and name in found["damaged"] and said() == "nothing"}
 
 
 def from_disk(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -199,7 +281,7 @@ def from_disk(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     started = time.perf_counter()
     fake_checkpoint(
-        folder, synthetic_config(options.megabytes, options.processes), max_shard_bytes=500_000_000
+        folder, synthetic_config(options.megabytes, options.processes, LARGE), max_shard_bytes=500_000_000
     )
     written = time.perf_counter() - started
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -217,12 +299,13 @@ def from_disk(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 reads = spawn(options, "--plain", "--source", str(folder))
                 seconds = max(read["seconds"] for read in reads)
                 speeds[f"plain_{state}"] = round(sum(read["bytes"] for read in reads) / seconds / 1e6)
+                speeds[f"plain_{state}_cpu_seconds"] = round(sum(read["cpu_seconds"] for read in reads), 2)
             else:
                 loaded = summary(spawn(options, "--source", str(folder)), expected, options.host_bytes)
                 speeds[f"load_{state}"] = loaded["megabytes_per_second"]
                 result[state] = loaded
         speeds[f"load_over_plain_{state}"] = round(speeds[f"load_{state}"] / speeds[f"plain_{state}"], 3)
-    return result | {"megabytes_per_second": speeds}
+    return result | {"megabytes_per_second": speeds, "faults": faults(options, folder)}
 
 
 SERVER = """
@@ -249,7 +332,7 @@ def from_s3(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from moe28t_jax.weights import fake_checkpoint
 
     fake_checkpoint(
-        folder, synthetic_config(options.s3_megabytes, options.processes), max_shard_bytes=100_000_000
+        folder, synthetic_config(options.s3_megabytes, options.processes, SMALL), max_shard_bytes=100_000_000
     )
     expected = share(folder, options.processes)
     server = subprocess.Popen(
@@ -263,8 +346,7 @@ def from_s3(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     source = ["--source", "s3://bucket/model", "--workers", "4"]
     result = summary(spawn(options, *source, environment=environment), expected, options.host_bytes)
     cache = folder.with_name("cache")
-    command = [sys.executable, __file__, "--process", "0", "--processes", "1", "--port", "0", *source,
-               "--host-bytes", str(options.host_bytes), "--cache", str(cache)]  # fmt: skip
+    command = alone(options, *source, "--cache", str(cache))
     whole = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     victim = subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL)
     while victim.poll() is None and kept(cache) < whole // 2:
@@ -275,12 +357,16 @@ def from_s3(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         command, env=os.environ | environment, capture_output=True, text=True, check=True
     ).stdout
     report = json.loads(output.splitlines()[-1])
+    layouts = subprocess.run(
+        alone(options, "--layouts", "--source", str(folder)), capture_output=True, text=True, check=True
+    ).stdout
     server.stdin.close()
     server.wait()
     return result | {
+        "equal_layouts": json.loads(layouts.splitlines()[-1]),
         "resumed": {
             name: report[name] for name in ("checkpoint_bytes", "cache_bytes", "store_bytes", "seconds")
-        }
+        },
     }
 
 
@@ -307,10 +393,11 @@ def main() -> int:
     parser.add_argument("--cache", **hidden)
     parser.add_argument("--workers", type=int, **hidden)
     parser.add_argument("--plain", action="store_true", **hidden)
+    parser.add_argument("--layouts", action="store_true", **hidden)
     parser.add_argument("--chunk", type=int, default=1 << 24, **hidden)
     options = parser.parse_args()
     if options.process is not None:
-        (read_plainly if options.plain else work)(options)
+        (read_plainly if options.plain else compare_layouts if options.layouts else work)(options)
         return 0
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         result: dict[str, Any] = {"processes": options.processes}
@@ -322,7 +409,9 @@ def main() -> int:
     loads = [
         result[part]["cold"] if part == "disk" else result[part] for part in ("disk", "s3") if part in result
     ]
-    return int(any(
+    wrong = "disk" in result and not result["disk"]["faults"]["named"]
+    wrong |= "s3" in result and not all(result["s3"]["equal_layouts"].values())
+    return int(wrong or any(
         load["read_over_share"] > 1.01 or max(load["peak_bytes_beyond_arrays"]) > options.host_bytes + (64 << 20)
         for load in loads
     ))  # fmt: skip

@@ -69,12 +69,14 @@ class Source:
 
         Raises LicenceError as :func:`moe28t_jax.planning.licence.admit`.
         """
+        return admit(self.text, self.licence_texts(), accepted)
+
+    def licence_texts(self) -> dict[str, str]:
+        """The licence files beside the weights, by path or address."""
         if self.store is None:
-            texts = read_licences(self.folder)
-        else:
-            names = [name for name in self.store.names() if is_licence_name(name)]
-            texts = {self.store.location(name): self._text(name) for name in names}
-        return admit(self.text, texts, accepted)
+            return read_licences(self.folder)
+        names = [name for name in self.store.names() if is_licence_name(name)]
+        return {self.store.location(name): self._text(name) for name in names}
 
     def _text(self, name: str) -> str:
         assert self.store is not None

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -37,6 +36,7 @@ from moe28t_jax.weights import (
     save_orbax,
     save_parameters,
 )
+from pallas_kernels.mxfp4_matmul import MXFP4Tensor
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu"}
@@ -195,60 +195,6 @@ def test_onto_other_meshes(small: Path, tmp_path: Path, layout: str, meshes: int
     assert done.returncode == 0 and "equal" in done.stdout, done.stderr[-4000:]
 
 
-TOGETHER = """
-import sys
-import jax, numpy as np
-source, target, process, port = sys.argv[1:]
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from moe28t_jax.weights import load_orbax, load_parameters, save_orbax, stream_parameters
-mesh = jax.make_mesh((4,), ("all",), axis_types=(AxisType.Auto,))
-def rule_of(axis):
-    def rule(parameter, layers):
-        spec = [None] * len(parameter.shape)
-        if parameter.shape[axis] % 4 == 0:
-            spec[axis] = "all"
-        if layers is not None and len(layers) > 1:
-            spec.insert(0, None)
-        return NamedSharding(mesh, PartitionSpec(*spec))
-    return rule
-expected, config = load_parameters(source, stacked=True)
-parameters, _, _ = stream_parameters(source, sharding=rule_of(0))
-for _ in range(2):
-    save_orbax(target, parameters, config)
-found, _ = load_orbax(target, sharding=rule_of(-1))
-wanted = dict(jax.tree_util.tree_leaves_with_path(expected))
-for path, leaf in jax.tree_util.tree_leaves_with_path(found):
-    for shard in leaf.addressable_shards:
-        part = np.asarray(wanted[path])[shard.index]
-        np.testing.assert_array_equal(np.asarray(shard.data).view(np.uint8), part.copy().view(np.uint8), str(path))
-print("equal")
-"""
-
-
-@pytest.mark.slow
-def test_processes_save_together(data: Path, tmp_path: Path) -> None:
-    """Two processes of two devices write their shards, twice, and read them back divided along another axis."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    source, target = data / "k31_tiny_mxfp4", tmp_path / "x"
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", TOGETHER, str(source), str(target), str(process), port],
-            env=os.environ | ENVIRONMENT | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for process in range(2)
-    ]  # fmt: skip
-    for worker in workers:
-        output, errors = worker.communicate(timeout=300)
-        assert worker.returncode == 0 and "equal" in output, errors[-4000:]
-    assert [file.name for file in tmp_path.iterdir()] == ["x"]
-    assert_equal(load_orbax(target)[0], load_parameters(source, stacked=True)[0])
-
-
 def test_asynchronous_saves(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -260,10 +206,10 @@ def test_asynchronous_saves(
     before = (tmp_path / "x" / "orbax.json").stat().st_ino
     write_item = orbax.write_item
 
-    def full(folder: Path, item: str, values: Any) -> None:
+    def full(folder: Path, item: str, values: Any, *others: Any) -> None:
         if item == "layers/00002":
             raise OSError(28, "No space left on device")
-        write_item(folder, item, values)
+        write_item(folder, item, values, *others)
 
     monkeypatch.setattr(orbax, "write_item", full)
     caplog.clear()
@@ -404,6 +350,55 @@ def read(folder: Path) -> dict[str, tuple[str, bytes]]:
 
     checkpoint = Checkpoint(folder)
     return {name: (checkpoint.entry(name).dtype, checkpoint.raw(name).tobytes()) for name in checkpoint}
+
+
+@pytest.mark.parametrize("layout", ["packed_kn", pytest.param("float4_kn", marks=pytest.mark.slow)])
+def test_a_scale_byte_that_is_no_number_is_refused(data: Path, tmp_path: Path, layout: str) -> None:
+    """As by the loaders of the public layout."""
+    parameters, config = load_parameters(data / "k31_tiny_mxfp4", layout=layout)
+    count = 0
+
+    def damage(leaf: Any) -> Any:
+        nonlocal count
+        count += isinstance(leaf, MXFP4Tensor)
+        if isinstance(leaf, MXFP4Tensor) and count == 1:
+            return MXFP4Tensor(leaf.packed, leaf.scale_bytes.at[1, 0, 3].set(255), leaf.layout)
+        return leaf
+
+    damaged = jax.tree.map(damage, parameters, is_leaf=lambda leaf: isinstance(leaf, MXFP4Tensor))
+    save_orbax(tmp_path / "x", damaged, config)
+    message = (
+        r"'mlp\.experts\.\w+' in item 'layers/00001' of '.*x' has the scale byte 255 \(NaN\) at \[1, 0, 3\]"
+    )
+    for load in (load_orbax, lambda path: load_orbax_layer(path, 1)):
+        with pytest.raises(CheckpointError, match=message):
+            load(tmp_path / "x")
+    load_orbax_layer(tmp_path / "x", 2)
+    with pytest.raises(CheckpointError, match=message):
+        export_orbax(tmp_path / "x", tmp_path / "exported")
+
+
+@pytest.mark.parametrize("stored", ["F32", "F16"])
+def test_a_conversion_rounds_nothing_unless_told(folder: Callable, tmp_path: Path, stored: str) -> None:
+    copy = folder("kimi_linear_tiny")
+    name = next(name for name, (dtype, _, _) in copy.tensors.items() if dtype == "BF16" and "o_proj" in name)
+    _, shape, _ = copy.tensors[name]
+    wide = (
+        np.random.default_rng(0).standard_normal(shape).astype({"F32": np.float32, "F16": np.float16}[stored])
+    )
+    copy.tensors[name] = (stored, shape, wide.reshape(-1).view(np.uint8))
+    source = copy.write()
+    convert_to_orbax(source, tmp_path / "exact")
+    exact, _ = load_parameters(source, dtype=jnp.float32)
+    assert_equal(load_orbax(tmp_path / "exact", stacked=False)[0], exact)
+    convert_to_orbax(source, tmp_path / "rounded", dtype=jnp.bfloat16)
+    assert_equal(load_orbax(tmp_path / "rounded", stacked=False)[0], load_parameters(source)[0])
+    copy.tensors[name] = ("F64", shape, wide.astype(np.float64).reshape(-1).view(np.uint8))
+    if not jax.config.jax_enable_x64:
+        with pytest.raises(
+            CheckpointError, match=r"is float64, which would be rounded; .* \(--dtype float32\)"
+        ):
+            convert_to_orbax(copy.write(), tmp_path / "y")
 
 
 # Orbax leaves the reads of other arrays unattended when one fails; what they say when collected is no part of this.

@@ -342,19 +342,18 @@ def test_leftovers_of_another_conversion_are_not_used(data: Path, tmp_path: Path
     convert(data / "k31_tiny", tmp_path / "other")
     (work / "model.safetensors").write_bytes((tmp_path / "other/model.safetensors").read_bytes())
     (work / "stray.txt").write_text("stray")
-    (tmp_path / ".x.converting.json").write_text("{}")
+    (work / ".unfinished.json").write_text("{}")
     convert(data / "k31_tiny", tmp_path / "x")
     assert sorted(file.name for file in (tmp_path / "x").iterdir()) == ["config.json", "model.safetensors"]
-    assert not work.exists() and not (tmp_path / ".x.converting.json").exists()
+    assert not work.exists()
 
 
 def test_two_writers_of_one_folder(data: Path, tmp_path: Path) -> None:
     import fcntl
 
     parameters, config = load_parameters(data / "kimi_linear_tiny")
-    work = tmp_path / ".x.saving"
-    work.mkdir()
-    handle = os.open(work, os.O_RDONLY)
+    lock = tmp_path / ".x.lock"
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         with pytest.raises(CheckpointError, match="Another process is writing"):

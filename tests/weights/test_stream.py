@@ -6,6 +6,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from moe28t_jax.weights import (
     CheckpointError,
     describe,
     fake_checkpoint,
+    load_layer,
     load_parameters,
     stream_parameters,
 )
@@ -313,11 +315,13 @@ def test_a_damaged_byte_is_named(synthetic: Path, tmp_path: Path) -> None:
     start = bytes(content).index(bytes(Checkpoint(folder).raw(info.name)))
     content[start + 5] ^= 16
     shard.write_bytes(content)
-    with pytest.raises(
-        CheckpointError, match=rf"'{info.name}' of '.*{info.shard}' has the CRC-32 .* damaged"
-    ):
-        stream_parameters(folder)
-    stream_parameters(folder, verify=False)
+    layer = int(info.name.partition("layers.")[2].partition(".")[0])
+    damage = rf"'{info.name}' of '.*{info.shard}' has the CRC-32 .* damaged"
+    for load in (stream_parameters, load_parameters, partial(load_layer, layer=layer)):
+        with pytest.raises(CheckpointError, match=damage):
+            load(folder)
+        load(folder, verify=False)
+    load_layer(folder, layer - 1)
 
 
 def test_truncated_absent_and_doubled_shards_are_named(synthetic: Path, tmp_path: Path) -> None:
@@ -369,8 +373,9 @@ def test_a_shard_that_changes_meanwhile(synthetic: Path, tmp_path: Path) -> None
 def test_checksum_files_that_are_none(synthetic: Path, tmp_path: Path, content: str) -> None:
     folder = damaged(synthetic, tmp_path / "x")
     (folder / CHECKSUM_FILE).write_text(content)
-    with pytest.raises(CheckpointError, match=r"crc32\.json"):
-        stream_parameters(folder)
+    for load in (stream_parameters, load_parameters):
+        with pytest.raises(CheckpointError, match=r"crc32\.json"):
+            load(folder)
 
 
 def test_checksums_of_a_folder(synthetic: Path, tmp_path: Path) -> None:
@@ -400,8 +405,13 @@ def test_a_checksum_file_of_another_checkpoint(synthetic: Path, tmp_path: Path) 
     content = json.loads((folder / CHECKSUM_FILE).read_text())
     name, _ = content["tensors"].popitem()
     (folder / CHECKSUM_FILE).write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=rf"only one of them has the tensor '{name}'"):
-        stream_parameters(folder)
+    for load in (stream_parameters, load_parameters):
+        with pytest.raises(CheckpointError, match=rf"only one of them has the tensor '{name}'"):
+            load(folder)
+    # A part of the checkpoint, of which the file lists everything.
+    content["tensors"] |= {name: "00000000"}
+    (folder / CHECKSUM_FILE).write_text(json.dumps(content))
+    load_layer(folder, 0)
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

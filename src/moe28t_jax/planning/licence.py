@@ -5,16 +5,19 @@ The rules are a reading of the texts that saves one from overlooking a clause. T
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
 import tempfile
-import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from moe28t_jax.planning.licence_text import licence_hash
 
 Status = Literal["ok", "attribution", "agreement", "unknown"]
 _STRICTNESS: dict[Status, int] = {"ok": 0, "attribution": 1, "agreement": 2, "unknown": 3}
@@ -156,26 +159,6 @@ _KNOWN: tuple[_Licence, ...] = (
     ),
 )
 
-# A line that names a holder and says nothing else; the same licence is given by many.
-_COPYRIGHT = re.compile(
-    r"copyright (?=\(c\)|©|\d{4}|\[yyyy\])(?!.*\b(?:must|shall|may|not|only|if|unless|except)\b)"
-    r"(?:\(c\)|©)?\s*(?:[\d,\- ]|\[yyyy\])*[\w .,&'<>@\[\]-]{0,80}"
-)
-_PUNCTUATION = str.maketrans("“”„‘’–—‑", '"""\'\'---')
-
-
-def normalize(text: str) -> str:
-    """The text without what carries no meaning: case, line breaks, spacing, forms of quotes and dashes, and lines that
-    only name a copyright holder."""
-    text = unicodedata.normalize("NFKC", text).translate(_PUNCTUATION).casefold()
-    lines = (" ".join(line.split()) for line in text.splitlines())
-    return " ".join(line for line in lines if line and not _COPYRIGHT.fullmatch(line))
-
-
-def licence_hash(text: str) -> str:
-    """SHA-256 of the normalised text, in hexadecimal."""
-    return hashlib.sha256(normalize(text).encode("utf-8", "surrogatepass")).hexdigest()
-
 
 def check_text(text: str, profile: UsageProfile | None = None, path: str = "") -> LicenceResult:
     """Judge one licence text for a use."""
@@ -247,13 +230,15 @@ def admit(
     return max(results, key=lambda result: _STRICTNESS[result.status], default=None)
 
 
-def check_licence(source: str | Path, profile: UsageProfile | None = None) -> LicenceResult:
-    """Judge the licence of a checkpoint folder, or a licence file.
+def check_licence(
+    source: str | Path, profile: UsageProfile | None = None, texts: Mapping[str, str] | None = None
+) -> LicenceResult:
+    """Judge the licence of a checkpoint folder, or a licence file; or `texts` by path, where `source` is an address.
 
     Of several files in a folder the strictest result counts. A folder without one is `unknown`; the hash to accept is
     then that of its config.json. Raises FileNotFoundError where there is nothing to judge.
     """
-    results = _check_all(Path(source), profile)
+    results = _check_all(source, profile, texts)
     return max(results, key=lambda result: (not result.allowed, _STRICTNESS[result.status]))
 
 
@@ -269,7 +254,16 @@ def require_licence(source: str | Path, profile: UsageProfile | None = None) -> 
     )
 
 
-def _check_all(source: Path, profile: UsageProfile | None) -> list[LicenceResult]:
+def _check_all(
+    source: str | Path, profile: UsageProfile | None, texts: Mapping[str, str] | None = None
+) -> list[LicenceResult]:
+    if texts is not None:
+        if not texts:
+            raise FileNotFoundError(
+                f"{str(source)!r} holds no licence file; find out what its weights are under. They load without one."
+            )
+        return [check_text(text, profile, path) for path, text in texts.items()]
+    source = Path(source)
     if source.is_dir():
         files = find_licences(source)
         if files:
@@ -329,10 +323,10 @@ def accepted_hashes() -> frozenset[str]:
     return frozenset(document)
 
 
-def accept(source: str | Path, sha256: str) -> LicenceResult:
+def accept(source: str | Path, sha256: str, texts: Mapping[str, str] | None = None) -> LicenceResult:
     """Remember that the user accepts a licence. `sha256` must be the whole hash of what `source` holds now, so that
-    nothing else is accepted by mistake; raises ValueError otherwise."""
-    results = _check_all(Path(source), None)
+    nothing else is accepted by mistake; raises ValueError otherwise. `texts` are those of `check_licence`."""
+    results = _check_all(source, None, texts)
     chosen = next((result for result in results if result.sha256 == sha256.strip().lower()), None)
     if chosen is None:
         raise ValueError(
@@ -340,18 +334,27 @@ def accept(source: str | Path, sha256: str) -> LicenceResult:
             f"{' or '.join(result.sha256 for result in results)}."
         )
     path = acceptance_file()
-    known = accepted_hashes()
-    document = dict.fromkeys(known, "")
-    if known:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    document[chosen.sha256] = chosen.name or Path(chosen.path).name
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with _locked(path.parent):
+        document = json.loads(path.read_text(encoding="utf-8")) if accepted_hashes() else {}
+        document[chosen.sha256] = chosen.name or Path(chosen.path).name
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(document, file, indent=1, ensure_ascii=True)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    return check_licence(source, texts=texts)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait for others who change the list; it is read and replaced."""
+    handle = os.open(folder / "accepted_licences.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(document, file, indent=1, ensure_ascii=True)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return check_licence(source)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

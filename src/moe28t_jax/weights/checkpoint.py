@@ -131,8 +131,8 @@ class Checkpoint(TensorTable):
     """All shards of a folder (or one `.safetensors` file), mapped; nothing is read until a view is sliced.
 
     With `wanted`, only shards that the index gives a tensor of which it is true are opened: the others may be
-    absent or damaged, and their tensors are not in it. Raises CheckpointError for an absent source, an index
-    that contradicts the opened shards, or a damaged shard among them.
+    absent or damaged, and their tensors are not in it. `partial`: so, or one file was named. Raises CheckpointError
+    for an absent source, an index that contradicts the opened shards, or a damaged shard among them.
     """
 
     def __init__(self, source: str | Path, wanted: Callable[[str], bool] | None = None) -> None:
@@ -140,6 +140,7 @@ class Checkpoint(TensorTable):
         path = Path(source)
         self.source = path
         self._wanted = wanted
+        self.partial = wanted is not None or path.is_file()
         self.shards: dict[str, SafetensorsFile] = {}
         if path.is_file():
             if path.suffix != ".safetensors":

@@ -6,13 +6,13 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from rich.progress import Progress
 
-from moe28t_jax.weights.checkpoint import Checkpoint
-from moe28t_jax.weights.errors import CheckpointError
+from moe28t_jax.weights.checkpoint import Checkpoint, TensorTable, read_json
+from moe28t_jax.weights.errors import CheckpointError, and_more
 from moe28t_jax.weights.publish import write_file
 
 CHECKSUM_FILE = "model.safetensors.crc32.json"
@@ -71,6 +71,42 @@ def parse_checksums(content: object, where: str) -> dict[str, int]:
     return {name: int(value, 16) for name, value in tensors.items()}
 
 
+def read_checksums(checkpoint: Checkpoint) -> dict[str, int]:
+    """CRC-32 by tensor name, from the file beside a checkpoint's shards; empty where there is none.
+
+    Raises CheckpointError when that file is none, or is of another checkpoint.
+    """
+    file = checkpoint.folder / CHECKSUM_FILE
+    if not file.exists():
+        return {}
+    checksums = parse_checksums(read_json(file), str(file))
+    names = set(checkpoint)
+    # Of a part of a checkpoint, the file lists the rest as well.
+    check_listed(checksums, names, names if checkpoint.partial else names | checksums.keys(), str(file))
+    return checksums
+
+
+def check_listed(
+    checksums: Mapping[str, int], names: Collection[str], considered: Collection[str], where: str
+) -> None:
+    """Raise CheckpointError where only one of checksums and tensors has one of the names `considered`."""
+    other = sorted(name for name in considered if (name in checksums) != (name in names))
+    if other:
+        raise CheckpointError(
+            f"{where!r} is of another checkpoint: only one of them has the tensor {and_more(other)}; make it again "
+            "(moe28t checksums) or remove it."
+        )
+
+
+def check_value(checkpoint: TensorTable, name: str, value: int, expected: int) -> None:
+    """Raise CheckpointError, with tensor and file, when a tensor's CRC-32 is not the one recorded."""
+    if value != expected:
+        raise CheckpointError(
+            f"The {checkpoint.where(name)} has the CRC-32 {value:08x}, but {expected:08x} was recorded when it was "
+            "written: the shard is damaged, fetch it again."
+        )
+
+
 def write_checksum_file(folder: Path, checksums: Mapping[str, int]) -> None:
     """Write the file beside the shards of a folder."""
     tensors = {name: f"{value:08x}" for name, value in sorted(checksums.items())}
@@ -83,7 +119,7 @@ def write_checksum_file(folder: Path, checksums: Mapping[str, int]) -> None:
 def write_checksums(folder: str | Path, progress: Progress | None = None) -> int:
     """Read every tensor of a checkpoint folder once and write their checksums beside them; returns their number.
 
-    Streaming loads compare with it. Raises CheckpointError for a folder that is no checkpoint.
+    Loads compare with it. Raises CheckpointError for a folder that is no checkpoint.
     """
     checkpoint = Checkpoint(folder)
     task = progress.add_task("Computing checksums", total=checkpoint.nbytes) if progress is not None else None

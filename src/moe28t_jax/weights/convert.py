@@ -11,17 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import Progress
 
-from moe28t_jax.weights.checkpoint import SINGLE_FILE, Checkpoint
+from moe28t_jax.weights.checkpoint import CONFIG_FILE, SINGLE_FILE, Checkpoint
 from moe28t_jax.weights.errors import CheckpointError
 from moe28t_jax.weights.matching import BLOCK, NAN_SCALE, check_scale, match
 from moe28t_jax.weights.publish import (
-    beside,
     check_target,
-    clear,
     copy_extras,
     publish,
+    resume,
     work_folder,
-    write_file,
 )
 from moe28t_jax.weights.safetensors import SafetensorsFile, SafetensorsWriter, plan
 from moe28t_jax.weights.save import write_config, write_index
@@ -68,9 +66,8 @@ def convert(
         raise CheckpointError(f"The checkpoint {str(checkpoint.source)!r} has no routed experts to convert.")
     config = found.config.override({"expert_quantization": "mxfp4" if to == "mxfp4" else None})
     plans = _plans(checkpoint, experts, to)
-    with work_folder(beside(target, "converting"), keep=True) as work:
-        stamp = beside(target, "converting.json")
-        resume(work, stamp, source_stamp(checkpoint, to))
+    with work_folder(target, "converting", keep=True) as work:
+        resume(work, source_stamp(checkpoint, to), plans)
         task = None
         if progress is not None:
             sizes = (checkpoint.entry(name).nbytes for actions in plans.values() for name in actions)
@@ -96,7 +93,6 @@ def convert(
         write_config(work, config.to_hf())
         copy_extras(checkpoint.folder, work)
         publish(work, target)
-        stamp.unlink()
 
 
 def _plans(
@@ -157,19 +153,12 @@ def _convert(checkpoint: Checkpoint, name: str, action: Action) -> dict[str, np.
 
 def source_stamp(checkpoint: Checkpoint, to: str) -> bytes:
     """What a conversion depends on: names, sizes and modification times of the source, and the aim."""
-    shards = {}
-    for shard in checkpoint.shards:
-        status = (checkpoint.folder / shard).stat()
-        shards[shard] = [status.st_size, status.st_mtime_ns]
+    files = {}
+    for file in (*checkpoint.shards, CONFIG_FILE):
+        status = (checkpoint.folder / file).stat()
+        files[file] = [status.st_size, status.st_mtime_ns]
     source = hashlib.sha256(str(checkpoint.folder.resolve()).encode()).hexdigest()
-    return json.dumps({"source": source, "shards": shards, "to": to}, sort_keys=True).encode()
-
-
-def resume(work: Path, stamp: Path, content: bytes) -> None:
-    """Keep what an interrupted run of the same conversion has finished; remove anything else."""
-    if not stamp.is_file() or stamp.read_bytes() != content:
-        clear(work)
-        write_file(stamp, content)
+    return json.dumps({"source": source, "files": files, "to": to}, sort_keys=True).encode()
 
 
 def shard_finished(path: Path, entries: Entries) -> bool:

@@ -12,11 +12,11 @@ import ml_dtypes
 import numpy as np
 from rich.progress import Progress
 
-from moe28t_jax.config import ModelConfig
+from moe28t_jax.config import ModelConfig, slice_config
 from moe28t_jax.config.declaration import Parameter, declare
 from moe28t_jax.weights.checksums import write_checksum_file
 from moe28t_jax.weights.matching import BLOCK, stored_names
-from moe28t_jax.weights.publish import beside, check_target, publish, work_folder
+from moe28t_jax.weights.publish import check_target, publish, work_folder
 from moe28t_jax.weights.safetensors import SafetensorsWriter, tensor_bytes
 from moe28t_jax.weights.save import MAX_SHARD_BYTES, shard_groups, write_config, write_index
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor
@@ -28,31 +28,6 @@ _CODE_RMS = 2.926
 _NAMES = {"bfloat16": "BF16", "float32": "F32"}
 
 Pieces = Callable[[], Iterator[np.ndarray]]
-
-
-def slice_config(config: ModelConfig, layers: int | None = None, experts: int | None = None) -> ModelConfig:
-    """The first `layers` layers of a configuration, with `experts` routed experts in each.
-
-    Raises ValueError for more than there are, or fewer experts than a token uses.
-    """
-    changes: dict[str, object] = {}
-    if layers is not None:
-        if not 1 <= layers <= config.num_layers:
-            raise ValueError(f"layers is {layers}; this configuration has 1 to {config.num_layers}.")
-        changes["attention_kinds"] = config.attention_kinds[:layers]
-        changes["mlp_kinds"] = config.mlp_kinds[:layers]
-    if experts is not None:
-        if config.moe is None:
-            raise ValueError(
-                f"experts is {experts}, but this configuration has no routed experts; leave it out."
-            )
-        fewest, most = config.moe.num_experts_per_token, config.moe.num_experts
-        if not fewest <= experts <= most:
-            raise ValueError(
-                f"experts is {experts}; a token uses {fewest} and this configuration has {most}: give a number between."
-            )
-        changes["moe.num_experts"] = experts
-    return config.override(changes)
 
 
 def fake_checkpoint(
@@ -86,7 +61,7 @@ def fake_checkpoint(
                 tensors[name], content[name] = (dtype, shape), pieces
     sizes = {name: tensor_bytes(*tensor) for name, tensor in tensors.items()}
     checksums: dict[str, int] = {}
-    with work_folder(beside(folder, "saving"), keep=False) as work:
+    with work_folder(folder, "saving", keep=False) as work:
         task = (
             progress.add_task("Writing weights", total=sum(sizes.values())) if progress is not None else None
         )

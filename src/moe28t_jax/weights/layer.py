@@ -27,13 +27,14 @@ def load_layer(
     dtype: Any = jnp.bfloat16,
     layout: str = "packed_kn",
     progress: Progress | None = None,
+    verify: bool = True,
 ) -> Group:
     """Load one layer (counted from 0) of a checkpoint in the public layout, as `Parameters.layers` gives it.
 
     Only the shards that the index names for this layer are opened, and of them only this layer's tensors are
     read. All other shards may be absent: a folder with config.json, the index and the layer's one or two files
-    is enough. `source`, `config`, `dtype`, `layout` and `progress` are those of `load_parameters`, and so are
-    the values, bit for bit.
+    is enough. `source`, `config`, `dtype`, `layout`, `progress` and `verify` are those of `load_parameters`, and so
+    are the values, bit for bit.
 
     Raises ValueError for a layer that the configuration does not have, an unknown layout or a dtype that is no
     float, and CheckpointError, a sentence that names file and tensor, for anything that does not fit.
@@ -51,7 +52,7 @@ def load_layer(
     group = Group()
     workers = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, thread_name_prefix="weights") as pool:
-        loader = TensorLoader(checkpoint, found, dtype, layout, pool, progress)
+        loader = TensorLoader(checkpoint, found, dtype, layout, pool, progress, verify=verify)
         for parameter in declare_layer(config, layer):
             attach(group, parameter.name, loader.make(parameter, (layer,)))
     return group

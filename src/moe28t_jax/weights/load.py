@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,6 +19,7 @@ from moe28t_jax.config import ModelConfig
 from moe28t_jax.config.declaration import Parameter
 from moe28t_jax.model.parameters import Parameters, build
 from moe28t_jax.weights.checkpoint import Checkpoint
+from moe28t_jax.weights.checksums import check_value, read_checksums
 from moe28t_jax.weights.errors import CheckpointError
 from moe28t_jax.weights.matching import BLOCK, Match, StoredParameter, check_scale, match
 from moe28t_jax.weights.transfer import aligned_empty, copy_stored, to_device
@@ -34,6 +36,7 @@ def load_parameters(
     layout: str = "packed_kn",
     progress: Progress | None = None,
     vision: bool = True,
+    verify: bool = True,
 ) -> tuple[Parameters, ModelConfig]:
     """Load a checkpoint in the public layout: a folder, or one `.safetensors` file beside its config.json.
 
@@ -42,7 +45,8 @@ def load_parameters(
     claims). `dtype` is that of parameters the public layout keeps in bfloat16; those it keeps in float32
     (decay, gate bias, convolutions) stay float32, or float64 with a float64 `dtype`. `stacked` puts layers
     that repeat into one array each, for scanning. Image tower and projector are loaded when the checkpoint holds
-    them (`parameters.has_vision`); with `vision` False they are checked and left unread.
+    them (`parameters.has_vision`); with `vision` False they are checked and left unread. With `verify` every tensor
+    read is compared with its checksum, where the folder has them (model.safetensors.crc32.json).
 
     Beside the result the host holds one tensor per worker thread; on CPU the arrays are the loader's own
     buffers, not copies. `progress` gets a task that counts bytes.
@@ -56,7 +60,7 @@ def load_parameters(
     found = match(checkpoint, config if config is not None else checkpoint.config())
     workers = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, thread_name_prefix="weights") as pool:
-        loader = TensorLoader(checkpoint, found, dtype, layout, pool, progress, vision)
+        loader = TensorLoader(checkpoint, found, dtype, layout, pool, progress, vision, verify)
         parameters = build(found.config, stacked, loader.make, vision and bool(found.vision))
         return parameters, found.config
 
@@ -102,8 +106,10 @@ class TensorLoader:
         pool: ThreadPoolExecutor,
         progress: Progress | None,
         vision: bool = False,
+        verify: bool = True,
     ) -> None:
         self.checkpoint = checkpoint
+        self.checksums = read_checksums(checkpoint) if verify else {}
         self.stored = found.stored(vision)
         self.dtype = dtype
         self.layout = layout
@@ -139,6 +145,7 @@ class TensorLoader:
         names = [name for one in stored for name in one.names]
 
         def fill(name: str, target: np.ndarray) -> None:
+            self._verify(name)
             copy_stored(self.checkpoint.view(name), target, parameter.transform)
             self._consumed(name)
 
@@ -173,6 +180,8 @@ class TensorLoader:
 
         def fill(name: str, layer: int, expert: int) -> None:
             transform = "transpose" if transposed else "reshape"
+            self._verify(f"{name}_scale")
+            self._verify(f"{name}_packed")
             scale = self.checkpoint.view(f"{name}_scale").view(np.uint8)
             check_scale(self.checkpoint, f"{name}_scale", scale)
             copy_stored(scale, scales[layer, expert], transform)
@@ -188,6 +197,10 @@ class TensorLoader:
         if len(stored) == 1:
             codes, scales = codes[0], scales[0]
         return MXFP4Tensor(to_device(codes), to_device(scales), layout)
+
+    def _verify(self, name: str) -> None:
+        if name in self.checksums:
+            check_value(self.checkpoint, name, zlib.crc32(self.checkpoint.raw(name)), self.checksums[name])
 
     def _consumed(self, name: str) -> None:
         self.checkpoint.release(name)

@@ -12,6 +12,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,12 @@ from moe28t_jax.weights.publish import (
     ORBAX_FILE,
     beside,
     check_target,
-    clear,
     publish,
     work_folder,
     write_file,
 )
 from moe28t_jax.weights.save import leaf_table, write_config
+from moe28t_jax.weights.together import Together
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor
 
 FORMAT = "moe28t-orbax-1"
@@ -115,90 +116,107 @@ def save_orbax(
     """Save parameters as they are: sharded, in their dtypes, experts packed in the layout they have.
 
     Every process of a mesh calls it, with a folder that all of them see; each writes its own shards. `extra_files`
-    (tokenizer, licence) are copied along. Everything is written beside the target and renamed at the end: a save that
-    is killed at any point leaves the previous checkpoint whole. With `asynchronous` it returns at once; the arrays must
-    not be donated before `wait` has returned (the save would fail, and the previous checkpoint stay).
+    (tokenizer, licence) are copied along; of several processes the first one copies them. Everything is written beside
+    the target and renamed at the end: a save that is killed at any point leaves the previous checkpoint whole. With
+    `asynchronous` it returns at once; the arrays must not be donated before `wait` has returned (the save would fail,
+    and the previous checkpoint stay).
 
-    Raises CheckpointError when the target exists and is no checkpoint, or when two layouts of experts are mixed.
+    Raises CheckpointError when the target exists and is no checkpoint, when another save is writing to it, when two
+    layouts of experts are mixed, and in every process when one of them failed.
     """
     folder = Path(folder).resolve()
-    check_target(folder)
-    layout = _layout(parameters)
-    table = leaf_table(parameters, config)
-    items = {
-        item: {one.name: table[item_layer(item), one.name] for one in item_parameters(config, item)}
-        for item in item_names(config, parameters.has_vision)
-    }
+    together = Together(f"{str(folder)!r} was not saved, the previous checkpoint stays")
     extras = [Path(file) for file in extra_files]
+    items: dict[str, dict[str, tuple[Any, int | None]]] = {}
+    layout: str | None = None
+    refused: Exception | None = None
+    try:
+        layout = _layout(parameters)
+        table = leaf_table(parameters, config)
+        items = {
+            item: {one.name: table[item_layer(item), one.name] for one in item_parameters(config, item)}
+            for item in item_names(config, parameters.has_vision)
+        }
+        if together.is_first:
+            check_target(folder)
+            _check_extras(extras)
+    except Exception as error:
+        if together.alone:
+            raise
+        # The others wait for this process in the first step.
+        refused = error
+
+    def finish(work: Path) -> None:
+        write_description(work, config, layout, parameters.has_vision)
+        for file in extras:
+            shutil.copy2(file, work / file.name)
+        publish(work, folder)
+
+    def action() -> None:
+        with ExitStack() as stack:
+
+            def begin() -> None:
+                if refused is not None:
+                    raise refused
+                if together.is_first:
+                    stack.enter_context(work_folder(folder, "saving", keep=False))
+
+            together.step(begin)
+            work = beside(folder, "saving")
+            if not together.alone:
+                _check_shared(together, work)
+            task = progress.add_task("Saving", total=len(items)) if progress is not None else None
+            for item, leaves in items.items():
+                together.step(partial(_write_leaves, work, item, leaves, together))
+                if progress is not None and task is not None:
+                    progress.advance(task)
+            together.step(partial(finish, work) if together.is_first else _nothing)
+
+    return OrbaxSave(action, asynchronous)
+
+
+def _check_extras(extras: list[Path]) -> None:
     absent = [str(file) for file in extras if not file.is_file()]
     if absent:
         raise CheckpointError(
             f"There is no file {and_more(absent)} to copy along; leave it out or correct its path."
         )
 
-    def action() -> None:
-        def write(work: Path) -> None:
-            task = progress.add_task("Saving", total=len(items)) if progress is not None else None
-            for item, leaves in items.items():
-                write_item(work, item, {name: _element(*leaf) for name, leaf in leaves.items()})
-                if progress is not None and task is not None:
-                    progress.advance(task)
 
-        def finish(work: Path) -> None:
-            write_description(work, config, layout, parameters.has_vision)
-            for file in extras:
-                shutil.copy2(file, work / file.name)
-            publish(work, folder)
+def _check_shared(together: Together, work: Path) -> None:
+    """See that all processes write into the same folder; else each would save a part somewhere."""
 
-        if jax.process_count() == 1:
-            with work_folder(beside(folder, "saving"), keep=False) as work:
-                write(work)
-                finish(work)
-            return
-        _together(folder, write, finish)
+    def mark(process: int) -> Path:
+        return work / f".process.{process}"
 
-    return OrbaxSave(action, asynchronous)
+    def show() -> None:
+        if not together.is_first:
+            mark(together.process).touch()
 
+    def look() -> None:
+        if together.is_first:
+            # By name: the listing of a network folder may be an old one.
+            unseen = [str(process) for process in range(1, together.processes) if not mark(process).is_file()]
+            if unseen:
+                raise CheckpointError(
+                    f"What process {and_more(unseen)} writes to {str(work)!r} is not seen by process 0; save to a "
+                    "folder that all processes share."
+                )
+            for process in range(1, together.processes):
+                mark(process).unlink()
 
-def _together(folder: Path, write: Callable[[Path], None], finish: Callable[[Path], None]) -> None:
-    from orbax.checkpoint import multihost
-
-    work = beside(folder, "saving")
-    first = jax.process_index() == 0
-    if first:
-        work.mkdir(exist_ok=True)
-        clear(work)
-    multihost.sync_global_processes(f"save_orbax:begin:{folder}")
-    # Files tell the others of a failure: they wait at the next barrier, and would wait for good.
-    failed = beside(folder, "failed")
-    own = failed.with_name(f"{failed.name}.{jax.process_index()}")
-    own.unlink(missing_ok=True)
-    error = _attempt(own, partial(write, work))
-    multihost.sync_global_processes(f"save_orbax:written:{folder}")
-    others = sorted(folder.parent.glob(f"{failed.name}.*"))
-    if first and not others:
-        error = _attempt(own, partial(finish, work))
-    multihost.sync_global_processes(f"save_orbax:end:{folder}")
-    others = sorted(folder.parent.glob(f"{failed.name}.*"))
-    multihost.sync_global_processes(f"save_orbax:seen:{folder}")
-    own.unlink(missing_ok=True)
-    if error is not None:
-        raise error
-    if others:
-        numbers = ", ".join(file.name.rpartition(".")[2] for file in others)
-        raise CheckpointError(
-            f"{str(folder)!r} was not saved, the previous checkpoint stays: process {numbers} failed, and says why."
-        )
+    together.step(show)
+    together.step(look)
 
 
-def _attempt(mark: Path, action: Callable[[], None]) -> Exception | None:
-    """The error of an action, if there is one, after leaving a mark that it failed."""
-    try:
-        action()
-    except Exception as error:
-        mark.touch()
-        return error
-    return None
+def _write_leaves(
+    work: Path, item: str, leaves: Mapping[str, tuple[Any, int | None]], together: Together
+) -> None:
+    write_item(work, item, {name: _element(*leaf) for name, leaf in leaves.items()}, together)
+
+
+def _nothing() -> None:
+    pass
 
 
 def item_layer(item: str) -> int | None:
@@ -228,13 +246,21 @@ def _element(leaf: Any, index: int | None) -> Any:
     return leaf if index is None else _slice(leaf, jnp.int32(index))
 
 
-def write_item(folder: Path, item: str, values: Mapping[str, Any]) -> None:
-    """Save one item. Orbax renames it into place when it is whole."""
+def write_item(folder: Path, item: str, values: Mapping[str, Any], together: Together | None = None) -> None:
+    """Save one item, with all processes of `together`. Orbax renames it into place when it is whole."""
     import orbax.checkpoint as ocp
 
     path = folder / item
     path.parent.mkdir(exist_ok=True)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    options = ocp.options.MultiprocessingOptions()
+    if together is not None and not together.alone:
+        # Orbax then waits at barriers of the coordination service, and for a limited time: its others are collectives
+        # on the devices, where one process that failed would leave the rest for good. A barrier has one use.
+        options = ocp.options.MultiprocessingOptions(
+            active_processes=set(range(together.processes)), barrier_sync_key_prefix=f"{together.name}-{item}"
+        )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
+    with ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
         # A layer's item that takes the place of another one would not be noticed otherwise.
         checkpointer.save(path, args=ocp.args.PyTreeSave(nested(values), custom_metadata={"item": item}))
 

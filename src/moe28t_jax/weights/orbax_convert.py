@@ -9,15 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from rich.progress import Progress
 
 from moe28t_jax.config.declaration import Declared, Parameter, declare
-from moe28t_jax.weights.checkpoint import Checkpoint
-from moe28t_jax.weights.convert import resume, shard_finished, source_stamp
+from moe28t_jax.weights.checkpoint import CONFIG_FILE, Checkpoint
+from moe28t_jax.weights.convert import shard_finished, source_stamp
 from moe28t_jax.weights.errors import CheckpointError
 from moe28t_jax.weights.load import TensorLoader, checked_dtype
-from moe28t_jax.weights.matching import BLOCK, match, stored_names
+from moe28t_jax.weights.matching import BLOCK, Match, match, stored_names
 from moe28t_jax.weights.orbax import (
     item_layer,
     item_names,
@@ -26,7 +28,15 @@ from moe28t_jax.weights.orbax import (
     write_item,
 )
 from moe28t_jax.weights.orbax_restore import OrbaxCheckpoint
-from moe28t_jax.weights.publish import beside, check_target, copy_extras, publish, work_folder
+from moe28t_jax.weights.publish import (
+    ORBAX_FILE,
+    ORBAX_ITEMS,
+    check_target,
+    copy_extras,
+    publish,
+    resume,
+    work_folder,
+)
 from moe28t_jax.weights.safetensors import SafetensorsWriter, tensor_bytes
 from moe28t_jax.weights.save import StoredTensor, declared_tensors, shard_names, write_config, write_index
 from pallas_kernels import mxfp4_matmul
@@ -36,28 +46,31 @@ from pallas_kernels.mxfp4_matmul import MXFP4Tensor
 def convert_to_orbax(
     source: str | Path,
     target: str | Path,
-    dtype: Any = jnp.bfloat16,
+    dtype: Any = None,
     layout: str = "packed_kn",
     progress: Progress | None = None,
 ) -> None:
     """Convert a checkpoint folder in the public layout into one that `load_orbax` reads.
 
-    `dtype` and `layout` are those of `load_parameters`; packed experts stay packed. Memory holds one layer. Layers are
-    finished one by one in a hidden folder beside the target: an interrupted conversion goes on with the first
-    unfinished one when it is run again, and the target appears, or is replaced, at the end in one step.
+    `dtype` and `layout` are those of `load_parameters`; without a dtype nothing is rounded: it is bfloat16, or what
+    holds every stored value (`exact_dtype`). Packed experts stay packed. Memory holds one layer. Layers are finished
+    one by one in a hidden folder beside the target: an interrupted conversion goes on with the first unfinished one
+    when it is run again, and the target appears, or is replaced, at the end in one step.
 
     Raises CheckpointError for a source that does not match its configuration, or a target that is the source or no
     checkpoint.
     """
-    dtype = checked_dtype(dtype, layout)
+    if dtype is not None:
+        dtype = checked_dtype(dtype, layout)
     target = Path(target).resolve()
     checkpoint = Checkpoint(source)
     _check_target(checkpoint.folder, target)
     found = match(checkpoint, checkpoint.config())
+    if dtype is None:
+        dtype = checked_dtype(exact_dtype(checkpoint, found), layout)
     has_vision = bool(found.vision)
-    with work_folder(beside(target, "converting"), keep=True) as work:
-        stamp = beside(target, "converting.json")
-        resume(work, stamp, source_stamp(checkpoint, f"orbax {dtype} {layout}"))
+    with work_folder(target, "converting", keep=True) as work:
+        resume(work, source_stamp(checkpoint, f"orbax {dtype} {layout}"), ORBAX_ITEMS)
         for unfinished in work.rglob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(unfinished)
         workers = min(8, os.cpu_count() or 1)
@@ -76,7 +89,30 @@ def convert_to_orbax(
         write_description(work, found.config, layout if packed else None, has_vision)
         copy_extras(checkpoint.folder, work)
         publish(work, target)
-        stamp.unlink()
+
+
+def exact_dtype(checkpoint: Checkpoint, found: Match) -> np.dtype:
+    """The narrowest of bfloat16, float32 and float64 that holds every value of the parameters which the public layout
+    keeps in bfloat16. (The others stay at least float32 in any case.)
+
+    Raises CheckpointError for float64 while JAX has none.
+    """
+    widest = np.dtype(jnp.bfloat16)
+    for one in found.stored(vision=True).values():
+        if one.packed:
+            continue
+        for name in one.names:
+            stored = checkpoint.entry(name).dtype
+            if stored == "F64":
+                if not jax.config.jax_enable_x64:
+                    raise CheckpointError(
+                        f"The {checkpoint.where(name)} is float64, which would be rounded; allow it with a dtype "
+                        "(--dtype float32), or switch on jax_enable_x64."
+                    )
+                return np.dtype(np.float64)
+            if stored in ("F16", "F32") and one.declared.parameter.dtype != "float32":
+                widest = np.dtype(np.float32)
+    return widest
 
 
 def _check_target(source: Path, target: Path) -> None:
@@ -111,9 +147,8 @@ def export_orbax(
     items = item_names(config, checkpoint.has_vision)
     checkpoint.require(items)
     table = {(one.layer, one.parameter.name): one for one in declare(config, checkpoint.has_vision)}
-    with work_folder(beside(target, "converting"), keep=True) as work:
-        stamp = beside(target, "converting.json")
-        resume(work, stamp, _orbax_stamp(checkpoint, items, experts))
+    with work_folder(target, "converting", keep=True) as work:
+        resume(work, _orbax_stamp(checkpoint, items, experts), shard_names(len(items)))
         task = progress.add_task("Exporting", total=len(items)) if progress is not None else None
         weight_map: dict[str, str] = {}
         total = 0
@@ -132,11 +167,11 @@ def export_orbax(
         write_config(work, config.to_hf())
         copy_extras(checkpoint.folder, work)
         publish(work, target)
-        stamp.unlink()
 
 
 def _orbax_stamp(checkpoint: OrbaxCheckpoint, items: list[str], experts: str) -> bytes:
-    times = [(checkpoint.folder / item).stat().st_mtime_ns for item in items]
+    files = (*items, CONFIG_FILE, ORBAX_FILE)
+    times = [(checkpoint.folder / file).stat().st_mtime_ns for file in files]
     return repr((str(checkpoint.folder), times, experts)).encode()
 
 

@@ -18,6 +18,7 @@ from moe28t_jax.model.parameters import Group, Parameters, attach, build
 from moe28t_jax.weights.checkpoint import CONFIG_FILE, config_of, read_json
 from moe28t_jax.weights.errors import CheckpointError, and_more
 from moe28t_jax.weights.load import checked_dtype
+from moe28t_jax.weights.matching import NAN_SCALE
 from moe28t_jax.weights.orbax import FORMAT, item_layer, item_name, item_names, item_parameters, nested
 from moe28t_jax.weights.publish import ORBAX_FILE
 from moe28t_jax.weights.stream_plan import ShardingRule
@@ -70,7 +71,11 @@ class OrbaxCheckpoint:
         layer = item_layer(item)
         path = self.folder / item
         default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        # Reading needs no barrier, at which the others would wait for one that found damage.
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=jax.process_index(), active_processes={jax.process_index()}
+        )
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(), multiprocessing_options=alone) as checkpointer:
             try:
                 metadata: Any = checkpointer.metadata(path).item_metadata
                 stored = _flat(metadata.tree)
@@ -101,9 +106,23 @@ class OrbaxCheckpoint:
                 node = node[part]
             if isinstance(node, dict):
                 tensor = MXFP4Tensor(node["packed"], node["scale_bytes"], self.layout or "packed_kn")
+                self._check_scales(item, parameter.name, tensor.scale_bytes)
                 # On the devices, sharded as it is.
                 node = tensor if layout in (None, self.layout) else _to_layout(tensor, layout)
             yield parameter, node
+
+    def _check_scales(self, item: str, name: str, scale_bytes: jax.Array) -> None:
+        """Raise CheckpointError when a scale byte that this process holds is NaN, as the public layout's loaders do."""
+        parts = {str(shard.index): shard for shard in scale_bytes.addressable_shards}
+        for part in parts.values():
+            if int(_largest(part.data)) == NAN_SCALE:
+                found = np.argwhere(np.asarray(part.data) == NAN_SCALE)[0]
+                starts = [places.start or 0 for places in part.index]
+                place = [start + int(i) for start, i in zip(starts, found, strict=True)]
+                raise CheckpointError(
+                    f"The parameter {name!r} in item {item!r} of {str(self.folder)!r} has the scale byte {NAN_SCALE} "
+                    f"(NaN) at {place} of its scales; the weights are damaged, fetch or save them again."
+                )
 
     def _check_item(self, item: str, found: Any, stored: Mapping[str, Any]) -> None:
         where = f"The item {item!r} of {str(self.folder)!r}"
@@ -155,6 +174,11 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     for name, child in tree.items():
         found |= _flat(child, f"{prefix}{name}.")
     return found
+
+
+@jax.jit
+def _largest(values: jax.Array) -> jax.Array:
+    return values.max()
 
 
 @partial(jax.jit, static_argnums=1)

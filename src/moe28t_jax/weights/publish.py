@@ -9,7 +9,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from moe28t_jax.weights.checkpoint import CONFIG_FILE, INDEX_FILE
@@ -17,6 +17,9 @@ from moe28t_jax.weights.errors import CheckpointError
 
 ORBAX_FILE = "orbax.json"
 ORBAX_ITEMS = ("layers", "globals", "vision")
+# In a work folder: what the interrupted conversion in it was made from. No published folder has it, so that an old
+# checkpoint that was exchanged for a new one is never taken for unfinished work.
+UNFINISHED = ".unfinished.json"
 # Files that belong to other weight formats are not carried along.
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".partial")
 
@@ -26,7 +29,7 @@ _RENAME_EXCHANGE = 2
 
 def is_weight_file(path: Path) -> bool:
     """Whether a file or folder of a checkpoint is one that saving writes (and not, say, a tokenizer)."""
-    if path.name in (CONFIG_FILE, INDEX_FILE, ORBAX_FILE):
+    if path.name in (CONFIG_FILE, INDEX_FILE, ORBAX_FILE, UNFINISHED):
         return True
     if path.name in ORBAX_ITEMS and (path.parent / ORBAX_FILE).is_file():
         return True
@@ -41,20 +44,12 @@ def copy_extras(source: Path, target: Path) -> None:
 
 
 def beside(folder: Path, suffix: str) -> Path:
-    """Path of the work folder next to a target."""
+    """Path of a hidden file or folder next to a target."""
     return folder.with_name(f".{folder.name}.{suffix}")
 
 
 def check_target(folder: Path) -> None:
-    """Raises CheckpointError when `folder` exists and is not a checkpoint, which is never replaced.
-
-    An old checkpoint that a killed `publish` had moved aside, and put nothing in the place of, is moved back.
-    """
-    aside = beside(folder, "replaced")
-    if not folder.exists() and aside.is_dir():
-        # Another process of the same save may do it first.
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(aside, folder)
+    """Raises CheckpointError when `folder` exists and is not a checkpoint, which is never replaced."""
     if folder.is_dir():
         if any(folder.iterdir()) and not (folder / CONFIG_FILE).is_file():
             raise CheckpointError(
@@ -68,20 +63,17 @@ def check_target(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def work_folder(path: Path, keep: bool) -> Iterator[Path]:
-    """An exclusively locked work folder; what an interrupted run left in it is kept only when asked for.
+def work_folder(folder: Path, purpose: str, keep: bool) -> Iterator[Path]:
+    """The folder beside a target (`.NAME.PURPOSE`) in which its new content is made; the target is locked meanwhile.
 
-    Raises CheckpointError when another process is writing there.
+    What an interrupted run left in it is kept only when asked for. What a killed `publish` left is put in order first.
+    Raises CheckpointError when another process is writing to the target, and as `check_target`.
     """
-    path.mkdir(exist_ok=True)
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise CheckpointError(
-                f"Another process is writing to {str(path)!r}; wait for it to end."
-            ) from error
+    with _locked(folder):
+        _recover(folder)
+        check_target(folder)
+        path = beside(folder, purpose)
+        path.mkdir(exist_ok=True)
         if not keep:
             clear(path)
         try:
@@ -90,17 +82,98 @@ def work_folder(path: Path, keep: bool) -> Iterator[Path]:
             if not keep:
                 shutil.rmtree(path, ignore_errors=True)
             raise
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    # A file of its own: the work folder changes places with the target, and folders cannot be locked on NFS.
+    path = beside(folder, "lock")
+    handle = _lock(path, folder)
+    try:
+        yield
     finally:
+        try:
+            # While it is still held: who opened it before finds it gone and makes another.
+            path.unlink(missing_ok=True)
+        finally:
+            os.close(handle)
+
+
+def _lock(path: Path, folder: Path) -> int:
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), os.stat(path)):
+                    return handle
+        except BlockingIOError as error:
+            os.close(handle)
+            raise CheckpointError(
+                f"Another process is writing to {str(folder)!r}; wait for it to end."
+            ) from error
+        except BaseException as error:
+            os.close(handle)
+            if isinstance(error, OSError):
+                raise CheckpointError(
+                    f"{str(path)!r} cannot be locked ({error.strerror}), so that two writers would not notice each "
+                    "other; save to another file system."
+                ) from error
+            raise
         os.close(handle)
+
+
+def _recover(folder: Path) -> None:
+    """Put in order what a `publish` left that was killed where two folders cannot be exchanged."""
+    aside, waste = beside(folder, "replaced"), beside(folder, "removing")
+    if aside.is_dir():
+        # Nothing took its place, or the new one did.
+        if not folder.exists():
+            os.rename(aside, folder)
+        else:
+            _discard(aside, waste)
+    if waste.is_dir():
+        shutil.rmtree(waste)
+
+
+def _discard(old: Path, waste: Path) -> None:
+    """Remove a folder, which has lost its name before it loses its first file."""
+    if waste.is_dir():
+        shutil.rmtree(waste)
+    os.rename(old, waste)
+    shutil.rmtree(waste)
+
+
+def resume(work: Path, made_from: bytes, parts: Collection[str]) -> None:
+    """Keep those `parts` of a work folder that an interrupted run of the same conversion left; remove anything else.
+
+    `made_from` tells conversions apart. It stays in the folder until `publish`.
+    """
+    stamp = work / UNFINISHED
+    same = stamp.is_file() and stamp.read_bytes() == made_from
+    if not same:
+        # Before the first part goes: what is left when this is killed is trusted by nobody.
+        stamp.unlink(missing_ok=True)
+        sync(work)
+    for child in work.iterdir():
+        # Other files are copied again: a kill may have left a part of one, or it may have changed at its source.
+        if not same or child.name not in (UNFINISHED, *parts):
+            _remove(child)
+    if not same:
+        write_file(stamp, made_from)
 
 
 def clear(folder: Path) -> None:
     """Remove everything inside a folder."""
     for child in folder.iterdir():
-        if child.is_dir() and not child.is_symlink():
-            shutil.rmtree(child)
-        else:
-            child.unlink()
+        _remove(child)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -127,19 +200,21 @@ def publish(work: Path, folder: Path) -> None:
                     shutil.copytree(old, new, symlinks=True)
                 else:
                     shutil.copy2(old, new, follow_symlinks=False)
-    _sync(work)
+    # From here on the name of the work folder may belong to the old checkpoint.
+    (work / UNFINISHED).unlink(missing_ok=True)
+    sync(work)
     if not folder.exists():
         os.rename(work, folder)
+        sync(folder.parent)
     elif _exchange(work, folder):
+        sync(folder.parent)
         shutil.rmtree(work)
     else:
-        old = beside(folder, "replaced")
-        if old.exists():
-            shutil.rmtree(old)
-        os.rename(folder, old)
+        aside = beside(folder, "replaced")
+        os.rename(folder, aside)
         os.rename(work, folder)
-        shutil.rmtree(old)
-    _sync(folder.parent)
+        sync(folder.parent)
+        _discard(aside, beside(folder, "removing"))
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -156,7 +231,8 @@ def _exchange(first: Path, second: Path) -> bool:
     raise OSError(code, os.strerror(code), str(second))
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
+    """Make what happened to the names in a folder lasting."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

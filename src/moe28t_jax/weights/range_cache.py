@@ -5,13 +5,20 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
+import logging
 import os
 import threading
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from moe28t_jax.weights.errors import CheckpointError
 from moe28t_jax.weights.store import FileState, Store
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class CachedStore(Store):
@@ -21,6 +28,8 @@ class CachedStore(Store):
     CRC-32 for each, written after its bytes. A range is used only if its bytes still give that checksum, so what a
     kill or a full disk left unfinished is fetched again. Names contain the file's version: a changed object begins
     anew. Several processes of one machine may share a folder.
+
+    Where the folder fails (its disk is full), that is logged once and the rest is fetched without being kept.
 
     Raises CheckpointError for a store that does not tell versions: a changed object could not be told from a kept one.
     """
@@ -37,6 +46,7 @@ class CachedStore(Store):
                 f"The cache folder {str(folder)!r} cannot be made: {error.strerror}."
             ) from error
         self.bytes_from_cache = 0
+        self._failed = False
         self._files: dict[str, _CachedFile] = {}
         self._states: dict[str, FileState] = {}
         self._lock = threading.Lock()
@@ -70,11 +80,14 @@ class CachedStore(Store):
             return self._files[file]
 
     def read_into(self, file: str, start: int, target: memoryview) -> None:
-        cached = self._file(file)
         position, stop = start, start + len(target)
         while position < stop:
             part = target[position - start :]
-            used = cached.read(position, part)
+            cached = None if self._failed else self._guarded(lambda: self._file(file))
+            if cached is None:
+                self.store.read_into(file, position, part)
+                return
+            used = self._guarded(partial(cached.read, position, part))
             if used:
                 with self._lock:
                     self.bytes_from_cache += used
@@ -83,8 +96,23 @@ class CachedStore(Store):
             until = min(stop, cached.next_after(position))
             part = target[position - start : until - start]
             self.store.read_into(file, position, part)
-            cached.keep(position, part)
+            self._guarded(partial(cached.keep, position, part))
             position = until
+
+    def _guarded(self, action: Callable[[], T]) -> T | None:
+        """The result of something done in the folder; None, and no more of it, where that fails."""
+        try:
+            return action()
+        except OSError as error:
+            with self._lock:
+                if not self._failed:
+                    _log.warning(
+                        "The cache folder %r fails (%s); what is fetched from now on is not kept.",
+                        str(self.folder),
+                        error.strerror,
+                    )
+                self._failed = True
+            return None
 
 
 class _CachedFile:

@@ -21,7 +21,7 @@ from moe28t_jax.model.parameters import Group, Parameters
 from moe28t_jax.weights.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Checkpoint
 from moe28t_jax.weights.errors import CheckpointError, and_more
 from moe28t_jax.weights.matching import BLOCK, StoredParameter, match, stored_names
-from moe28t_jax.weights.publish import beside, check_target, publish, work_folder, write_file
+from moe28t_jax.weights.publish import check_target, publish, work_folder, write_file
 from moe28t_jax.weights.safetensors import DTYPES, SafetensorsWriter, tensor_bytes
 from moe28t_jax.weights.transfer import copy_stored
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor
@@ -124,7 +124,7 @@ def save_parameters(
     by_name = {tensor.name: tensor for tensor in tensors}
     groups = shard_groups(sizes, max_shard_bytes)
     shards = {shard: [by_name[name] for name in names] for shard, names in groups.items()}
-    with work_folder(beside(folder, "saving"), keep=False) as work:
+    with work_folder(folder, "saving", keep=False) as work:
         total = sum(sizes.values())
         task = progress.add_task("Saving weights", total=total) if progress is not None else None
         for name, content in shards.items():

@@ -22,6 +22,18 @@ _VERSIONS = (
 )  # fmt: skip
 # These will be the same at the next try.
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, CheckpointError)
+_PERMANENT_STATUS = (401, 403, 404, 405, 410)
+# Of clients' own kinds of error, by name: they need not be installed.
+_PERMANENT_NAMES = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "TokenRetrievalError",
+    "UnauthorizedSSOTokenError",
+    "SSOTokenLoadError",
+    "DefaultCredentialsError",
+    "RefreshError",
+)
 # Packages of clients, whose errors are no OSError in part.
 _CLIENTS = (
     "aiohttp",
@@ -59,6 +71,8 @@ class Retry:
                 raise CheckpointError(f"{what} cannot be read: {_reason(error)}.") from error
             except Exception as error:
                 client = type(error).__module__.partition(".")[0] in _CLIENTS
+                if client and _will_repeat(error):
+                    raise CheckpointError(f"{what} cannot be read: {_reason(error)}.") from error
                 if not client and not isinstance(error, (OSError, TimeoutError, EOFError)):
                     raise CheckpointError(
                         f"{what} cannot be read: {type(error).__name__}, {_reason(error)}."
@@ -72,6 +86,16 @@ class Retry:
                 wait = min(self.longest_wait, self.first_wait * 2**attempt)
                 self.sleep(wait * random.uniform(0.5, 1.0))
         raise ValueError(f"attempts is {self.attempts}; at least one is needed.")
+
+
+def _will_repeat(error: Exception) -> bool:
+    """Whether a client's error is about what is asked for or who asks, and not about the connection."""
+    if any(kind.__name__ in _PERMANENT_NAMES for kind in type(error).__mro__):
+        return True
+    response = getattr(error, "response", None)
+    metadata = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+    found = (metadata.get("HTTPStatusCode"), *(getattr(error, name, None) for name in ("code", "status")))
+    return any(str(status) in map(str, _PERMANENT_STATUS) for status in found)
 
 
 def _reason(error: BaseException) -> str:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from rich.progress import Progress
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.config.declaration import Parameter
 from moe28t_jax.model.parameters import Parameters, build
-from moe28t_jax.weights.checksums import PartialChecksum
-from moe28t_jax.weights.errors import CheckpointError
+from moe28t_jax.weights.checksums import PartialChecksum, check_value
 from moe28t_jax.weights.load import check_one_form, checked_dtype
 from moe28t_jax.weights.matching import Match, check_scale, match
 from moe28t_jax.weights.range_cache import CachedStore
@@ -108,6 +107,7 @@ def stream_parameters(
     store = source if isinstance(source, Store) else open_store(source)
     if cache is not None:
         store = CachedStore(store, cache)
+    before = _counts(store)
     local = isinstance(store, LocalStore)
     count = workers if workers is not None else min(8, os.cpu_count() or 1) if local else _REMOTE_WORKERS
     if count < 1:
@@ -122,7 +122,7 @@ def stream_parameters(
         )
     checkpoint = StreamedCheckpoint(store, count)
     found = match(checkpoint, config if config is not None else checkpoint.config())
-    headers = store.traffic.bytes_read + _from_cache(store)
+    headers = _counts(store) - before
     jobs: dict[str, TensorJob] = {}
     leaves = _plan(checkpoint, found, dtype, stacked, layout, sharding, fill, vision, jobs)
     reads = plan_reads(jobs.values(), chunk)
@@ -139,26 +139,41 @@ def stream_parameters(
     parameters = build(found.config, stacked, make, vision and bool(found.vision))
     jax.block_until_ready(jax.tree.leaves(parameters))
     data = sum(read.stop - read.start for read in reads)
+    traffic = _counts(store) - before
     report = LoadReport(
         source=store.address,
         process=jax.process_index(),
         checkpoint_bytes=checkpoint.nbytes,
         needed_bytes=sum(job.needed_bytes() for job in jobs.values()),
         data_bytes=data,
-        header_bytes=headers,
-        store_bytes=store.traffic.bytes_read,
-        cache_bytes=_from_cache(store),
+        header_bytes=headers.bytes_read + headers.bytes_from_cache,
+        store_bytes=traffic.bytes_read,
+        cache_bytes=traffic.bytes_from_cache,
         verified_bytes=reader.verified_bytes,
         staging_bytes=copies * count * max((read.stop - read.start for read in reads), default=0),
-        requests=store.traffic.requests,
-        retries=store.traffic.retries,
+        requests=traffic.requests,
+        retries=traffic.retries,
         seconds=time.perf_counter() - started,
     )
     return parameters, found.config, report
 
 
-def _from_cache(store: Store) -> int:
-    return store.bytes_from_cache if isinstance(store, CachedStore) else 0
+@dataclass(frozen=True)
+class _Counts:
+    """What a store has sent so far; it may have served other loads before."""
+
+    bytes_read: int
+    bytes_from_cache: int
+    requests: int
+    retries: int
+
+    def __sub__(self, before: _Counts) -> _Counts:
+        return _Counts(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+
+def _counts(store: Store) -> _Counts:
+    cached = store.bytes_from_cache if isinstance(store, CachedStore) else 0
+    return _Counts(store.traffic.bytes_read, cached, store.traffic.requests, store.traffic.retries)
 
 
 Key = tuple[str, tuple[int, ...] | None]
@@ -288,9 +303,4 @@ class _Reader:
             if job.remaining:
                 return
             self.verified_bytes += job.nbytes
-        value, expected = job.checksum.value(), self._checkpoint.checksums[job.name]
-        if value != expected:
-            raise CheckpointError(
-                f"The {self._checkpoint.where(job.name)} has the CRC-32 {value:08x}, but {expected:08x} was recorded "
-                "when it was written: the shard is damaged, fetch it again."
-            )
+        check_value(self._checkpoint, job.name, job.checksum.value(), self._checkpoint.checksums[job.name])

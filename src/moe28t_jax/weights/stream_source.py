@@ -10,11 +10,12 @@ from moe28t_jax.weights.checkpoint import (
     CONFIG_FILE,
     INDEX_FILE,
     SINGLE_FILE,
+    TensorInfo,
     TensorTable,
     config_of,
     weight_map_of,
 )
-from moe28t_jax.weights.checksums import CHECKSUM_FILE, parse_checksums
+from moe28t_jax.weights.checksums import CHECKSUM_FILE, check_listed, parse_checksums
 from moe28t_jax.weights.errors import CheckpointError, and_more
 from moe28t_jax.weights.safetensors import read_header
 from moe28t_jax.weights.store import FileState, Store
@@ -59,13 +60,10 @@ class StreamedCheckpoint(TensorTable):
             self._check_index(weight_map, self._states)
         self.checksums: dict[str, int] = {}
         if CHECKSUM_FILE in names:
-            self.checksums = parse_checksums(self._json(CHECKSUM_FILE), store.location(CHECKSUM_FILE))
-            other = sorted(self.checksums.keys() ^ self._shard_of.keys())
-            if other:
-                raise CheckpointError(
-                    f"{store.location(CHECKSUM_FILE)!r} is of another checkpoint: only one of them has the tensor "
-                    f"{and_more(other)}; make it again (moe28t checksums) or remove it."
-                )
+            where = store.location(CHECKSUM_FILE)
+            self.checksums = parse_checksums(self._json(CHECKSUM_FILE), where)
+            names = self._shard_of.keys()
+            check_listed(self.checksums, names, names | self.checksums.keys(), where)
 
     def _open(self, shard: str):
         state = self.store.state(shard)
@@ -91,6 +89,14 @@ class StreamedCheckpoint(TensorTable):
     def config(self) -> ModelConfig:
         """The configuration beside the tensors. Raises CheckpointError when it is absent or not supported."""
         return config_of(self._json(CONFIG_FILE), self.location(CONFIG_FILE))
+
+    def describe(self) -> list[TensorInfo]:
+        """Every stored tensor, in the order of its bytes."""
+        places = sorted((self.shard_of(name), self.start_of(name), name) for name in self)
+        return [
+            TensorInfo(name, self.entry(name).dtype, self.entry(name).shape, self.entry(name).nbytes, shard)
+            for shard, _, name in places
+        ]
 
     def check_unchanged(self, shard: str) -> None:
         """Raise CheckpointError when a shard that was opened is another one now."""
