@@ -8,6 +8,7 @@ forms: per query and L keys, selection L (2 H D + 2 H), sparse attention 2,048 *
 
     python benchmarks/bench_sparse_attention.py
     python benchmarks/bench_sparse_attention.py --contexts 4096,16384,65536 --queries 16 --heads 12 --json
+    python benchmarks/bench_sparse_attention.py --page      # in docs/kernels/sparse_attention.md, with a picture
 
 Runs on the CPU unless JAX_PLATFORMS names another platform.
 """
@@ -18,7 +19,9 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import os
+from pathlib import Path
 from typing import Any
 
 import side_by_side
@@ -26,6 +29,9 @@ import side_by_side
 CONTEXTS = "2048,4096,8192,16384,32768,65536,131072"
 INDEX_HEADS, INDEX_CHANNELS, TOP_K = 32, 128, 2048
 WIDTH, VALUES, SCALE = 576, 512, 192**-0.5
+PARTS = {"selection": "^--", "sparse attention": "v--", "both": "o-", "dense attention": "s-"}
+"""What is measured, and how a plot marks it."""
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "kernels" / "sparse_attention.md"
 TILE = 2048
 
 
@@ -65,7 +71,7 @@ def operations(context: int, heads: int) -> dict[str, float]:
     }
 
 
-def measure_context(context: int, queries: int, heads: int, rounds: int) -> dict[str, Any]:
+def measure_context(context: int, queries: int, heads: int, rounds: int, seconds: float) -> dict[str, Any]:
     """Figures by part; selection is not measured where every key is selected, as the network then skips it."""
     import jax
     import jax.numpy as jnp
@@ -92,7 +98,7 @@ def measure_context(context: int, queries: int, heads: int, rounds: int) -> dict
     }
     if context > TOP_K:
         calls["selection"] = functools.partial(select, q_index, k_index, weights, positions)
-    _, sides = side_by_side.measure_in_turn(calls, rounds)
+    _, sides = side_by_side.measure_in_turn(calls, rounds, seconds)
     figures: dict[str, Any] = dict(sides)
     parts = [figures[name] for name in ("selection", "sparse attention") if name in figures]
     figures["both"] = {key: round(sum(part[key] for part in parts), 3) for key in ("median_ms", "cpu_ms")}
@@ -107,16 +113,46 @@ def measure_context(context: int, queries: int, heads: int, rounds: int) -> dict
     return figures
 
 
+def crossover_of_operations(heads: int) -> int | None:
+    """The context from which the closed forms of selection and sparse attention together are the smaller ones."""
+    row, key = operations(1, heads)["dense attention"], 2 * INDEX_HEADS * INDEX_CHANNELS + 2 * INDEX_HEADS
+    return math.ceil(TOP_K * row / (row - key)) if row > key else None
+
+
 def crossover(gains: dict[int, float]) -> float | None:
     """The context at which the gain passes 1, on a line between the logarithms of the contexts around it."""
-    import math
-
     points = sorted(gains.items())
     for (low, before), (high, after) in itertools.pairwise(points):
         if before < 1 <= after:
             part = (1 - before) / (after - before)
             return round(2 ** (math.log2(low) + part * (math.log2(high) - math.log2(low))))
     return None
+
+
+def plot(contexts: dict[int, dict[str, Any]], title: str, path: Path) -> None:
+    """Milliseconds beside operations over the length of the context, both axes logarithmic."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2)
+    for name, style in PARTS.items():
+        points = [
+            (context, row[name]["median_ms"], row[name]["operations"])
+            for context, row in contexts.items()
+            if name in row
+        ]
+        lengths, milliseconds, operations = zip(*points, strict=True)
+        axes[0].plot(lengths, milliseconds, style, label=name)
+        axes[1].plot(lengths, operations, style, label=name)
+    for axis, label in zip(axes, ("milliseconds", "operations of the closed form, per query"), strict=True):
+        axis.set(xscale="log", yscale="log", xlabel="keys", ylabel=label)
+        axis.set_xticks(list(contexts), [f"{context // 1024}K" for context in contexts])
+        axis.minorticks_off()
+        axis.legend()
+    figure.suptitle(title, fontsize="medium")
+    figure.savefig(path, dpi=110)
 
 
 def parse_contexts(text: str) -> list[int]:
@@ -135,7 +171,11 @@ def main() -> None:
     parser.add_argument("--contexts", type=parse_contexts, default=CONTEXTS, help=f"default: {CONTEXTS}")
     parser.add_argument("--queries", type=int, default=1, help="of one sequence; default: 1, decoding")
     parser.add_argument("--heads", type=int, default=96, help="default: 96")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds measured after one that compiles")
+    parser.add_argument("--rounds", type=int, default=5, help="at most, after one that compiles; default: 5")
+    parser.add_argument("--seconds", type=float, default=8, help="per context; default: 8")
+    parser.add_argument(
+        "--page", action="store_true", help="also write table and picture into the kernel's page"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     for name in ("queries", "heads", "rounds"):
@@ -146,7 +186,9 @@ def main() -> None:
 
     load = round(os.getloadavg()[0], 1)
     measured = {
-        context: measure_context(context, arguments.queries, arguments.heads, arguments.rounds)
+        context: measure_context(
+            context, arguments.queries, arguments.heads, arguments.rounds, arguments.seconds
+        )
         for context in arguments.contexts
     }
     result: dict[str, Any] = {
@@ -159,31 +201,36 @@ def main() -> None:
         "heads": arguments.heads,
         "contexts": measured,
         "crossover": {
-            kind: crossover({context: row["gain"][kind] for context, row in measured.items()})
-            for kind in ("measured", "operations")
+            "measured": crossover({context: row["gain"]["measured"] for context, row in measured.items()}),
+            "operations": crossover_of_operations(arguments.heads),
         },
     }
+    what = f"{arguments.queries} queries, {arguments.heads} heads"
+    title = (
+        f"{result['platform']}, {result['cores']} cores, at most {arguments.rounds} rounds, load average {load}; "
+        f"{what}; milliseconds"
+    )
+    columns = ["context", *PARTS, "gain", "gain by operations"]
+    rows = [
+        [
+            context,
+            *(f"{row[name]['median_ms']:.1f}" if name in row else "" for name in PARTS),
+            row["gain"]["measured"],
+            row["gain"]["operations"],
+        ]
+        for context, row in measured.items()
+    ]
+    crossings = "; ".join(f"{kind}: {context or 'none'}" for kind, context in result["crossover"].items())
+    if arguments.page:
+        plot(measured, f"{what}, {result['platform']}, {result['cores']} cores", PAGE.with_suffix(".png"))
+        table = side_by_side.markdown_table(columns, rows)
+        lines = [f"{title}, jax {result['jax']}.", "", *table, "", f"Crossover, keys: {crossings}."]
+        side_by_side.write_section(PAGE, "benchmark", lines)
     if arguments.json:
         print(json.dumps(result))
         return
-    names = ("selection", "sparse attention", "both", "dense attention")
-    rows = [
-        (
-            context,
-            *(f"{row[name]['median_ms']:.1f}" if name in row else "" for name in names),
-            row["gain"]["measured"],
-            row["gain"]["operations"],
-        )
-        for context, row in measured.items()
-    ]
-    title = (
-        f"{result['platform']}, {result['cores']} cores, {arguments.rounds} rounds, load average {load}; "
-        f"{arguments.queries} queries, {arguments.heads} heads; milliseconds"
-    )
-    columns = ["context", *names, "gain", "gain by operations"]
     side_by_side.print_table(title, columns, rows)
-    for kind, context in result["crossover"].items():
-        print(f"crossover, {kind}: {context or 'none between these contexts'}")
+    print(f"crossover, {crossings}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +25,112 @@ RESULTS = ROOT / "docs" / "compile_reports.json"
 PAGE = ROOT / "docs" / "compiling.md"
 
 MILLION = 1_048_576
-TPU = ("tpu7x-4x4x2", "v5p-4x4x8", "v6e-16x16")
-# (name, mesh, further arguments). The names are the keys of the results.
-PROGRAMS: list[tuple[str, str, list[str]]] = []
-for mesh in (*TPU, "h200-16"):
-    PROGRAMS += [
-        (f"{mesh} decode", mesh, ["--batch", "64", "--context", "131072"]),
-        (f"{mesh} decode 1M", mesh, ["--batch", "1", "--context", str(MILLION)]),
-        (f"{mesh} prefill", mesh, ["--phase", "prefill", "--batch", "1", "--context", "131072"]),
-    ]
-OTHERS = ("v5p-4x4x4", "tpu7x-4x4x4", "tpu7x-4x4x8", "h100-32", "b200-16", "gb200-nvl72")
-PROGRAMS += [(f"{mesh} decode", mesh, []) for mesh in OTHERS]
-FOUR = ["--set", 'attention_kinds=["kda","dsa","kda","dsa"]', "--set", 'mlp_kinds=["moe","moe","moe","moe"]']
-PROGRAMS += [
-    ("tpu7x-4x4x2 decode, four layers", "tpu7x-4x4x2", FOUR),
-    ("tpu7x-4x4x2 decode, four layers, automatic", "tpu7x-4x4x2", [*FOUR, "--automatic"]),
-    ("tpu7x-4x4x2 decode automatic", "tpu7x-4x4x2", ["--automatic"]),
-    *((f"tpu7x-4x4x2 decode {n} layers", "tpu7x-4x4x2", ["--layers", str(n)]) for n in (13, 45)),
-]
+FOUR = ("--set", 'attention_kinds=["kda","dsa","kda","dsa"]', "--set", 'mlp_kinds=["moe","moe","moe","moe"]')
 
 
-def compile_one(mesh: str, arguments: list[str]) -> dict[str, Any]:
-    """The JSON report of one program, without its long lists."""
-    command = [sys.executable, "-m", "moe28t_jax.cli", "compile", "--json", "--mesh", mesh, *arguments]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
+@dataclass(frozen=True)
+class Program:
+    """One program to compile. name: key of its result. mesh: a mesh file's name, or with `topology` the chip and a mesh
+    of this size (`data`, `expert`, `tensor`), which is made. memory, exchange: how often the least bytes may move in
+    main memory and between devices, checked by tests/compile; None for programs that are compared and not promised."""
+
+    name: str
+    mesh: str
+    arguments: tuple[str, ...] = ()
+    memory: float | None = None
+    exchange: float | None = None
+    topology: str = ""
+    sizes: tuple[int, int, int] = (1, 1, 1)
+
+    def mesh_file(self, folder: Path) -> str:
+        """What `--mesh` takes."""
+        if not self.topology:
+            return self.mesh
+        data, expert, tensor = self.sizes
+        chips = prod(int(size) for size in self.topology.split("x"))
+        path = folder / f"{self.mesh}-{self.topology}-{data}-{expert}-{tensor}.toml"
+        path.write_text(
+            f'kind = "{self.mesh}"\ntopology = "{self.topology}"\nchips = {chips}\ndevices = {prod(self.sizes)}\n'
+            f'reason = "a size of the scaling table"\n[axes]\ndata = {data}\nstage = 1\nexpert = {expert}\n'
+            f"tensor = {tensor}\ncontext = 1\n[defaults]\nbatch = {8 * data * expert}\ncontext = 131072\n",
+            "utf-8",
+        )
+        return str(path)
+
+
+def _promised() -> Iterator[Program]:
+    """Whole programs for which memory and traffic are promised. Prefill reads every weight once per chunk, and so much
+    else that only its exchange is held to the minimum."""
+    for mesh in ("tpu7x-4x4x2", "v5p-4x4x8", "v6e-16x16", "h200-16"):
+        rows = "8" if mesh == "h200-16" else "64"  # as many as these few GPUs hold
+        yield Program(f"{mesh} decode", mesh, ("--batch", rows, "--context", "131072"), 1.2, 1.2)
+        yield Program(f"{mesh} decode 1M", mesh, ("--batch", "1", "--context", str(MILLION)), 1.2, 1.2)
+        prefill = ("--phase", "prefill", "--batch", "1", "--context", "131072")
+        yield Program(f"{mesh} prefill", mesh, prefill, None, 1.2)
+
+
+def _compared() -> Iterator[Program]:
+    for mesh in ("v5p-4x4x4", "tpu7x-4x4x4", "tpu7x-4x4x8", "h100-32", "b200-16", "gb200-nvl72"):
+        yield Program(f"{mesh} decode", mesh)
+    yield Program("v5p-8x8x16 train", "v5p-8x8x16", ("--phase", "train"))
+    yield Program("tpu7x-4x4x2 decode, four layers", "tpu7x-4x4x2", FOUR)
+    yield Program("tpu7x-4x4x2 decode, four layers, automatic", "tpu7x-4x4x2", (*FOUR, "--automatic"))
+
+
+def _scaled() -> Iterator[Program]:
+    for layers in (13, 45):
+        yield Program(f"tpu7x-4x4x2 decode, {layers} layers", "tpu7x-4x4x2", ("--layers", str(layers)))
+    for topology, sizes in (
+        ("4x4x4", (1, 8, 8)), ("4x8x8", (2, 16, 8)), ("8x8x16", (8, 16, 8)), ("16x16x16", (32, 16, 8)),
+    ):  # fmt: skip
+        yield Program(f"v5p-{topology} decode, four layers", "v5p", FOUR, topology=topology, sizes=sizes)
+    for expert in (1, 2, 4):
+        name = f"v5p, experts over {8 * expert}, four layers"
+        yield Program(name, "v5p", FOUR, topology="4x4x4", sizes=(8 // expert, expert, 8))
+    yield Program("v5p, experts over 128, four layers", "v5p", FOUR, topology="4x4x8", sizes=(1, 16, 8))
+
+
+PROGRAMS = (*_promised(), *_compared(), *_scaled())
+BASE = PROGRAMS[0]
+"""What the scaling table compares with."""
+
+
+def compile_one(program: Program, keep: Path | None = None) -> dict[str, Any]:
+    """The JSON report of one program. keep: beginning of the names of files for the program's text and for what the
+    compiler said."""
+    with tempfile.TemporaryDirectory() as folder:
+        mesh = program.mesh_file(Path(folder))
+        command = [
+            sys.executable, "-m", "moe28t_jax.cli", "compile", "--json", "--mesh", mesh, *program.arguments,
+        ]  # fmt: skip
+        if keep is not None:
+            command += ["--text", f"{keep}.hlo"]
+        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if keep is not None:
+        Path(f"{keep}.log").write_text(done.stderr, "utf-8")
     lines = done.stdout.strip().splitlines()
     if not lines:
         return {"error": done.stderr.strip().splitlines()[-1][:400] if done.stderr.strip() else "no output"}
-    result = json.loads(lines[-1])
+    return json.loads(lines[-1])
+
+
+def shortened(result: dict[str, Any]) -> dict[str, Any]:
+    """A report without its long lists: how many there are, and their bytes."""
+    if "error" in result:
+        return result
     for name in ("weight_copies_in_loop", "weight_copies", "expert_gathers", "unpacked_experts"):
         found = result.get(name, [])
         result[name] = {"count": len(found), "bytes": sum(each["bytes"] for each in found)}
     result["largest"] = result.get("largest", [])[:5]
     return result
+
+
+def revision() -> str:
+    """The state of the sources that a result is of."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def load() -> dict[str, Any]:
@@ -80,11 +155,12 @@ def ratio(value: float, least: float) -> str:
 
 def rows(results: dict[str, Any]) -> list[str]:
     lines = [
-        "| program | peak / limit, GB | fits | compiled in, s | HBM per step, GB (x minimum) | "
+        "| program | peak / limit, GB | fits | compiled in, s | HBM per step, GB (x minimum, with uniform routing) | "
         "all-to-all per step, MB (x minimum) | weight copies in the loop, GB | experts gathered / unpacked |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, _, _ in PROGRAMS:
+    for program in (*_promised(), *_compared()):
+        name = program.name
         one = results.get(name)
         if one is None:
             continue
@@ -99,7 +175,8 @@ def rows(results: dict[str, Any]) -> list[str]:
         hbm, sent = one["hbm_bytes_per_step"], one["all_to_all_bytes_per_step"]
         lines.append(
             f"| {name} | {memory} | {fits} | {one['compile_seconds']:.0f} | "
-            f"{gb(hbm)} ({ratio(hbm, one['minimum_hbm_bytes_per_step'])}) | "
+            f"{gb(hbm)} ({ratio(hbm, one['minimum_hbm_bytes_per_step'])}, "
+            f"{ratio(hbm, one.get('minimum_hbm_bytes_per_step_uniform_routing', 0))}) | "
             f"{sent / 1e6:.1f} ({ratio(sent, one['minimum_all_to_all_bytes_per_step'])}) | "
             f"{gb(one['weight_copies_in_loop']['bytes'])} | "
             f"{one['expert_gathers']['count']} / {one['unpacked_experts']['count']} |"
@@ -109,15 +186,36 @@ def rows(results: dict[str, Any]) -> list[str]:
 
 def collectives(results: dict[str, Any]) -> list[str]:
     lines = ["| program | collective | per step | bytes sent by a device, MB |", "|---|---|---|---|"]
-    for name, _, _ in PROGRAMS:
-        for kind, one in results.get(name, {}).get("collectives", {}).items():
-            lines.append(f"| {name} | {kind} | {one['executed']:,} | {one['bytes'] / 1e6:,.1f} |")
+    for program in (*_promised(), *_compared()):
+        for kind, one in results.get(program.name, {}).get("collectives", {}).items():
+            lines.append(f"| {program.name} | {kind} | {one['executed']:,} | {one['bytes'] / 1e6:,.1f} |")
+    return lines
+
+
+def scaling(results: dict[str, Any]) -> list[str]:
+    """Size and cost of programs over layers, devices, and devices that share the experts."""
+    lines = [
+        "| program | devices | layers | traced in, s | compiled in, s | instructions | all-to-all per token and layer, kB |",  # noqa: E501
+        "|---|---|---|---|---|---|---|",
+    ]
+    for program in (BASE, *_scaled()):
+        one = results.get(program.name)
+        if one is None or "instructions" not in one:
+            continue
+        # Of the whole model the first layer has no experts.
+        layers = one["layers"] - (FOUR[0] not in program.arguments)
+        token = one["all_to_all_bytes_per_step"] * one["devices"] / one["batch"] / layers
+        lines.append(
+            f"| {program.name} | {one['devices']:,} | {one['layers']} | {one['lower_seconds']:.0f} | "
+            f"{one['compile_seconds']:.0f} | {one['instructions']:,} | {token / 1e3:.1f} |"
+        )
     return lines
 
 
 def write_tables(results: dict[str, Any]) -> None:
     text = PAGE.read_text("utf-8")
-    for marker, lines in (("programs", rows(results)), ("collectives", collectives(results))):
+    tables = {"programs": rows(results), "collectives": collectives(results), "scaling": scaling(results)}
+    for marker, lines in tables.items():
         begin, end = f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"
         before, _, rest = text.partition(begin)
         _, _, after = rest.partition(end)
@@ -130,16 +228,26 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="programs whose name begins so")
+    parser.add_argument("--exact", action="store_true", help="with --only: the program of this name alone")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="folder for the programs' texts and what the compiler said (TPU_VMODULE and others)",
+    )
     parser.add_argument("--again", action="store_true", help="also programs that have a result")
     parser.add_argument("--tables", action="store_true", help="compile nothing")
     options = parser.parse_args()
     results = load()
-    for name, mesh, arguments in [] if options.tables else PROGRAMS:
-        if not name.startswith(options.only) or (name in results and not options.again):
+    for program in () if options.tables else PROGRAMS:
+        name = program.name
+        if not name.startswith(options.only) or (options.exact and name != options.only):
             continue
-        results = load() | {name: compile_one(mesh, arguments)}
+        if name in results and not options.again:
+            continue
+        keep = None if options.keep is None else options.keep / name.replace(" ", "_").replace(",", "")
+        one: dict[str, Any] = shortened(compile_one(program, keep)) | {"revision": revision()}
+        results = load() | {name: one}
         store(results)
-        one = results[name]
         print(
             name,
             one.get("error") or f"{gb(one['peak_bytes_per_device'])} GB, {one['compile_seconds']} s",

@@ -134,11 +134,16 @@ def test_a_copied_cache_is_noticed() -> None:
     assert temporary_bytes(compiled) >= DECODE.keys * DECODE.width * 2
 
 
+# The most and the fewest heads on every chip, since they need the most vector memory and fill the least of a tile; the
+# shares between them on one chip each.
+HEADS = [(96, "v5p"), (96, "v6e"), (96, "tpu7x"), (48, "tpu7x"), (24, "v6e"), (12, "v5p"),
+         (3, "v5p"), (3, "v6e"), (3, "tpu7x")]  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(("heads", "chip"), HEADS)
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("heads", [96, 48, 24, 12, 3])
-def test_heads(heads: int, shared: bool, chip: str) -> None:
+def test_heads(heads: int, chip: str, shared: bool) -> None:
     check(chip, PREFILL._replace(heads=heads), shared=shared)
 
 
@@ -146,7 +151,7 @@ def test_heads(heads: int, shared: bool, chip: str) -> None:
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("shared", [False, True])
 def test_float32(shared: bool, chip: str) -> None:
-    check(chip, PREFILL, jnp.float32, shared=shared)
+    check(chip, PREFILL._replace(heads=96), jnp.float32, shared=shared)
 
 
 @pytest.mark.slow
@@ -156,9 +161,20 @@ def test_pages(dtype: Any, chip: str) -> None:
     check(chip, DECODE._replace(batch=4, keys=131072), dtype, page=64)
 
 
+# Each shape on one chip, and what one chip alone does with all heads on every one.
+SHAPE_CHIPS = [("prefill_2p8t", "v5p"), ("prefill_2p8t", "tpu7x"), ("prefill_2p8t_heads_over_8", "v5p"),
+               ("prefill_2p8t_heads_over_8", "v6e"), ("prefill_2p8t_heads_over_8", "tpu7x"),
+               ("prefill_2p8t_heads_over_32", "v6e"), ("decode_2p8t_heads_over_2", "tpu7x"),
+               ("decode_2p8t_heads_over_4", "v6e"), ("decode_2p8t", "v5p"), ("decode_2p8t", "tpu7x"),
+               ("decode_2p8t_1m", "v6e")]  # fmt: skip
+
+
+def test_every_shape_has_a_chip() -> None:
+    assert {name for name, _ in SHAPE_CHIPS} == set(SHAPES) - {"tiny"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("name", [name for name in SHAPES if name != "tiny"])
+@pytest.mark.parametrize(("name", "chip"), SHAPE_CHIPS)
 def test_every_shape(name: str, chip: str) -> None:
     check(chip, SHAPES[name])
 
@@ -166,8 +182,8 @@ def test_every_shape(name: str, chip: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
 def test_prefill_at_a_million_keys(chip: str) -> None:
-    for shared in (False, True):
-        check(chip, PREFILL._replace(keys=2**20), shared=shared)
+    """The number of keys changes sizes, and no kernel: one chip fetches, the others share."""
+    check(chip, PREFILL._replace(keys=2**20), shared=chip != "v6e")
 
 
 @pytest.mark.slow
@@ -178,19 +194,38 @@ def test_few_selected_keys(chip: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("page", [16, 128, 4096])
-def test_shared_pages(page: int, chip: str) -> None:
+@pytest.mark.parametrize(
+    ("page", "keys", "chip"),
+    [
+        (16, 131072, "v5p"),
+        (16, 2**20, "tpu7x"),
+        (128, 2**20, "v6e"),
+        (128, 131072, "tpu7x"),
+        (4096, 131072, "v6e"),
+        (4096, 2**20, "v5p"),
+    ],
+)
+def test_shared_pages(page: int, keys: int, chip: str) -> None:
     """Many to a block, few, and several blocks to one."""
-    for keys in (131072, 2**20):
-        check(chip, PREFILL._replace(keys=keys), page=page, shared=True)
+    check(chip, PREFILL._replace(keys=keys), page=page, shared=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("heads", [96, 48, 24, 12, 3])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    ("heads", "dtype", "chip"),
+    [
+        *((96, jnp.bfloat16, chip) for chip in CHIPS),
+        (48, jnp.bfloat16, "v6e"),
+        (24, jnp.bfloat16, "tpu7x"),
+        (3, jnp.bfloat16, "v5p"),
+        (96, jnp.float32, "tpu7x"),
+        (48, jnp.float32, "v5p"),
+        (12, jnp.float32, "v6e"),
+        (3, jnp.float32, "v6e"),
+    ],
+)
 def test_gradient(heads: int, dtype: Any, chip: str) -> None:
+    """12 heads in bfloat16 on every chip are among the quick tests."""
     check_gradient(chip, PREFILL._replace(heads=heads), dtype, shared=True)
 
 

@@ -21,10 +21,18 @@ from jaxtyping import Array, Bool, Float, Int
 from moe28t_jax.config import ModelConfig, MoEConfig
 from moe28t_jax.parallel.experts_dispatch import SLACK, PlacementKind, Settings, choose_placement, run_rank
 from moe28t_jax.parallel.experts_exchange import Group, Kind, exchange_kind
-from moe28t_jax.parallel.rules import RULES, batch_layout
+from moe28t_jax.parallel.rules import RULES, Layout, batch_layout
 
 GROUP = RULES["expert"]
 """Mesh axes of a group; its ranks are numbered along them, the last fastest, as the experts are."""
+
+
+def tokens_of_ranks(batch: int, count: int, layout: Layout) -> tuple[int, int]:
+    """How many of a call's tokens a rank of a group has room for at least, and how many all its ranks have together."""
+    tokens = layout.token_axes(count)
+    pieces = prod(layout.mesh.shape[axis] for axis in GROUP if axis not in (*layout.rows, *tokens))
+    held = (batch // layout.size(layout.rows)) * (count // layout.size(tokens))
+    return -(-held // pieces), held * (prod(layout.mesh.shape[axis] for axis in GROUP) // pieces)
 
 
 def expert_parallel(
@@ -84,11 +92,12 @@ def expert_parallel(
     pieces = prod(shape[axis] for axis in shared)
     width_axis = "tensor" if moe.latent_size is not None else None
     held = (x_BTL.shape[0] // layout.size(rows)) * (x_BTL.shape[1] // layout.size(tokens))
-    owned = -(-held // pieces)
+    owned, total = tokens_of_ranks(*x_BTL.shape[:2], layout)
     settings = Settings(
         moe.num_experts,
+        total,
         config.glu,
-        placement or choose_placement(owned, moe.num_experts_per_token, ranks, moe.num_experts),
+        placement or choose_placement(total, moe.num_experts_per_token, ranks, moe.num_experts),
         slack,
         implementation,
     )

@@ -1,12 +1,13 @@
 """What one rank does with its tokens: send copies, multiply the rows that arrive, return partial sums, add them up.
 
-Bounds, for n tokens per rank, K experts per token, R ranks with J experts each (the experts of a token are distinct):
+Bounds, for n tokens per rank, at most N <= R n in all (fewer where ranks share a few tokens, such as one row's next
+one), K experts per token, R ranks with J experts each (the experts of a token are distinct):
 
 - Copies sent: one per token and distinct destination, at most n min(K, R), and at most n to one destination.
-- Rows multiplied where all rows stay at their experts' homes: a rank receives at most n copies from each of R ranks,
-  each with at most min(K, J) of its experts, hence R n min(K, J).
+- Rows multiplied where all rows stay at their experts' homes: a rank receives at most one copy of each token,
+  with at most min(K, J) of its experts, hence N min(K, J).
 - Rows multiplied in balance: R n K in all at most, of which a rank's share is at most n K, plus the slack that is
-  allowed; a copy carries at least one row, so there are no more copies received than that, and no more than R n.
+  allowed; a copy carries at least one row, so there are no more copies received than that, and no more than N.
 
 No row is ever dropped. Were a bound wrong, the results of that rank would be NaN, not close to right.
 """
@@ -49,9 +50,10 @@ class Bounds:
     experts: int
 
 
-def choose_placement(tokens: int, top_k: int, ranks: int, num_experts: int) -> PlacementKind:
-    """ "home" where its worst case is small (decoding), "balanced" for prefill and training; `tokens` per rank."""
-    worst = ranks * tokens * min(top_k, num_experts // ranks)
+def choose_placement(total: int, top_k: int, ranks: int, num_experts: int) -> PlacementKind:
+    """ "home" where its worst case is small (decoding), "balanced" for prefill and training; `total`: tokens of all
+    ranks together."""
+    worst = total * min(top_k, num_experts // ranks)
     return "home" if ranks == 1 or worst <= HOME_ROWS else "balanced"
 
 
@@ -61,25 +63,33 @@ def slack_rows(tokens: int, top_k: int, slack: float) -> int:
 
 
 def bounds(
-    tokens: int, top_k: int, ranks: int, num_experts: int, placement: PlacementKind, slack: float = 0.0
+    tokens: int,
+    top_k: int,
+    ranks: int,
+    num_experts: int,
+    placement: PlacementKind,
+    slack: float = 0.0,
+    total: int | None = None,
 ) -> Bounds:
-    """See the module's docstring for their derivation; `tokens` per rank."""
+    """See the module's docstring for their derivation; `tokens` per rank, `total` of all ranks (None: as many each)."""
     per_rank = num_experts // ranks
+    total = ranks * tokens if total is None else total
     copies = tokens * min(top_k, ranks)
     if placement == "home":
         each = min(top_k, per_rank)
-        return Bounds(copies, ranks * tokens, ranks * tokens * each, each, per_rank)
+        return Bounds(copies, total, total * each, each, per_rank)
     each = min(top_k, 2 * per_rank)
-    rows = min(tokens * top_k + slack_rows(tokens, top_k, slack), ranks * tokens * min(top_k, 2 * per_rank))
-    return Bounds(copies, min(ranks * tokens, rows), rows, each, 2 * per_rank)
+    rows = min(tokens * top_k + slack_rows(tokens, top_k, slack), total * each)
+    return Bounds(copies, min(total, rows), rows, each, 2 * per_rank)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a rank's program is specialised for: the experts of the whole model, the activation, where rows go (`slack`
-    as `SLACK`), the kernel."""
+    """What a rank's program is specialised for: the experts of the whole model, the tokens of all ranks together, the
+    activation, where rows go (`slack` as `SLACK`), the kernel."""
 
     num_experts: int
+    total: int
     activation: tuple[Any, ...]
     placement: PlacementKind
     slack: float
@@ -105,7 +115,9 @@ def run_rank(
     """
     tokens, top_k = chosen_nK.shape
     ranks = group.ranks
-    limits = bounds(tokens, top_k, ranks, settings.num_experts, settings.placement, settings.slack)
+    limits = bounds(
+        tokens, top_k, ranks, settings.num_experts, settings.placement, settings.slack, settings.total
+    )
     wide = weights_nK.dtype
     with jax.named_scope("moe_plan"):
         rank_nK, slot_nK, repeated = _place(chosen_nK, valid_n, experts, layer, group, settings)

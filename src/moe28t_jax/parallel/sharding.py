@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import jax
@@ -43,14 +44,15 @@ def _keys(path: tuple[Any, ...]) -> list[Any]:
     return [getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))) for key in path]
 
 
-def parameter_shardings(parameters: Any, config: ModelConfig, mesh: Any) -> Any:
+def parameter_shardings(parameters: Any, config: ModelConfig, mesh: Any, masters: bool = False) -> Any:
     """A tree like `parameters` of the sharding of every leaf.
 
     parameters: arrays or `jax.ShapeDtypeStruct`s in the structure of `moe28t_jax.model.Parameters`, stacked or not,
     experts packed or not; or a part of it with the paths of the whole.
+    masters: for what training holds: matrices are divided further, over the devices that would repeat them
+    (`divide_further`), and are brought together where a layer is computed.
     Raises ValueError where the mesh does not divide an axis (see `partition`).
     """
-    declared = _declared(config)
     paths, structure = jax.tree_util.tree_flatten_with_path(parameters)
     numbers = {key[1] for key in map(_keys, (path for path, _ in paths)) if key[0] == "segments"}
     stacked = bool(numbers) and max(numbers) + 1 != config.num_layers
@@ -62,17 +64,50 @@ def parameter_shardings(parameters: Any, config: ModelConfig, mesh: Any) -> Any:
     plan = segments(config, stacked)
 
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        keys = _keys(path)
         layer = None
-        if keys[0] == "segments":
-            layer, keys = plan[keys[1]].layer(0, keys[2]), keys[3:]
-        # Below the name follow the variable's value and the two arrays of a packed weight.
-        name = ".".join(str(key) for key in keys if key not in ("value", "packed", "scale_bytes"))
-        parameter = declared[layer, name]
-        axes = ("layer",) * (len(leaf.shape) - len(parameter.axes)) + parameter.axes
-        return NamedSharding(mesh, partition(axes, leaf.shape, mesh, name))
+        if _keys(path[:1]) == ["segments"]:
+            _, segment, place = _keys(path[:3])
+            layer, path = plan[segment].layer(0, place), path[3:]
+        return parameter_sharding(path, leaf, layer, config, mesh, masters)
 
     return jax.tree_util.tree_unflatten(structure, [place(path, leaf) for path, leaf in paths])
+
+
+def declared_at(path: tuple[Any, ...], layer: int | None, config: ModelConfig) -> Parameter:
+    """The declaration of a leaf of one layer's parameters (of the global ones with `layer` None), by its path there."""
+    # Below the name follow the variable's value and the two arrays of a packed weight.
+    name = ".".join(str(key) for key in _keys(path) if key not in ("value", "packed", "scale_bytes"))
+    return _declared(config)[layer, name]
+
+
+def parameter_sharding(
+    path: tuple[Any, ...], leaf: Any, layer: int | None, config: ModelConfig, mesh: Any, masters: bool = False
+) -> NamedSharding:
+    """As `parameter_shardings`, of the leaf that `declared_at` finds; stacked layers have an axis more."""
+    parameter = declared_at(path, layer, config)
+    stacks = len(leaf.shape) - len(parameter.axes)
+    spec = partition(("layer",) * stacks + parameter.axes, leaf.shape, mesh, parameter.name)
+    return NamedSharding(mesh, divide_further(spec, leaf.shape, mesh, stacks) if masters else spec)
+
+
+_LEAST_PIECE = 8
+"""Rows or columns of a matrix that a device holds at least, the height of a tile: smaller pieces would be padded."""
+
+
+def divide_further(spec: PartitionSpec, shape: Sequence[int], mesh: Any, first: int = 0) -> PartitionSpec:
+    """The partition with its last undivided axis (from `first` on) that is large enough divided over all mesh axes of
+    rows and tokens that it leaves free: no device repeats what another holds. Vectors stay as they are."""
+    entries = list(spec)
+    used = {axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    free = tuple(axis for axis in ("data", "expert", "context") if axis not in used and mesh.shape[axis] > 1)
+    pieces = prod(mesh.shape[axis] for axis in free)
+    if len(shape) - first < 2 or pieces == 1:
+        return spec
+    for axis in reversed(range(first, len(shape))):
+        if entries[axis] is None and shape[axis] % pieces == 0 and shape[axis] // pieces >= _LEAST_PIECE:
+            entries[axis] = free if len(free) > 1 else free[0]
+            return PartitionSpec(*entries)
+    return spec
 
 
 def cache_shardings(cache: Any, mesh: Any) -> Any:

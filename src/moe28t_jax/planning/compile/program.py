@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -12,31 +12,32 @@ import jax.numpy as jnp
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.engine.steps import Steps
 from moe28t_jax.model.cache import init_cache
-from moe28t_jax.model.network import Inputs
 from moe28t_jax.model.parameters import abstract
-from moe28t_jax.parallel.formats import expert_layout
+from moe28t_jax.parallel.formats import expert_layout, mesh_layout
 from moe28t_jax.parallel.mesh import make_mesh
 from moe28t_jax.parallel.mesh_file import MeshFile
 from moe28t_jax.parallel.sharding import (
     cache_shardings,
-    input_shardings,
     parameter_shardings,
     replicated,
     shard_abstract,
 )
 from moe28t_jax.planning.compile.topology import TPU_KINDS, describe_devices, implementations
 from moe28t_jax.planning.compile.weights import Weight
+from moe28t_jax.planning.memory import PHASES
+from moe28t_jax.planning.plan import CHUNK
+from moe28t_jax.training.step import Batch, TrainStep, adamw
 from pallas_kernels._dispatch import prefer
 
-PHASES = ("prefill", "decode")
 LANES = 128
 """Channels of a cache come in multiples of it on TPUs."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A lowered step. weights: by the names that its arguments have in the compiled text. argument_bytes: of one
-    device, by what they are: `experts`, `dense`, `embedding`, `state`, `latents`, `index_keys`."""
+    """A lowered step. weights: by the names that its arguments have in the compiled text; none in training, which makes
+    copies of all. argument_bytes: of one device, by what they are: `experts`, `dense`, `embedding`, `state`, `latents`,
+    `index_keys`, and in training `moments`."""
 
     lowered: jax.stages.Lowered
     weights: dict[str, Weight]
@@ -49,14 +50,15 @@ def lower_step(
     phase: str,
     batch: int,
     context: int,
-    chunk: int = 8192,
+    chunk: int = CHUNK,
     explicit: bool = True,
     devices: Any = None,
 ) -> Program:
-    """Lower one step of `moe28t_jax.engine` for a deployment.
+    """Lower one step of `moe28t_jax.engine`, or of training, for a deployment.
 
     phase: `decode`, one token for each of `batch` rows with caches of `context` tokens; `prefill`, `chunk` tokens of
-    each. explicit: with the kernels of the chip and the explicit exchanges of experts and context; otherwise
+    each; `train`, `moe28t_jax.training.step.TrainStep` with AdamW and float32 masters on `batch` rows of `context`
+    tokens. explicit: with the kernels of the chip and the explicit exchanges of experts and context; otherwise
     everything is left to the compiler's own partitioning, which can divide no kernel.
     devices: to compile for; those of the mesh file's topology unless given.
 
@@ -67,44 +69,51 @@ def lower_step(
     if not 1 <= context <= config.max_context:
         raise ValueError(f"context is {context}; this model reads 1 to {config.max_context} tokens per row.")
     mesh = make_mesh(mesh_file, describe_devices(mesh_file) if devices is None else devices)
+    if phase == "train":
+        with prefer(*(implementations(mesh_file) if explicit else ())):
+            return _lower_training(config, mesh, batch, context)
+    # As `moe28t_jax.load` lays them over such devices.
+    _, stacked = mesh_layout(mesh)
     parameters = abstract(
-        config, jnp.bfloat16, stacked=True, layout=expert_layout(mesh_file.kind), vision=False
+        config, jnp.bfloat16, stacked=stacked, layout=expert_layout(mesh_file.kind), vision=False
     )
     parameters = shard_abstract(parameters, parameter_shardings(parameters, config, mesh))
     # What the engine takes on the deployment's own devices.
     channels = LANES if mesh_file.kind in TPU_KINDS else 1
-    cache = jax.eval_shape(lambda: init_cache(config, batch, context, jnp.bfloat16, True, channels))
+    cache = jax.eval_shape(lambda: init_cache(config, batch, context, jnp.bfloat16, stacked, channels))
     cache = shard_abstract(cache, cache_shardings(cache, mesh))
     steps = Steps(parameters, config, mesh=mesh if explicit else None)
 
-    def whole(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(mesh))
-
     with prefer(*(implementations(mesh_file) if explicit else ())):
         if phase == "decode":
+            # Tokens come from the step before; the engine passes the others from the host, and a program for placed
+            # ones is another one.
             key = jax.eval_shape(lambda: jax.random.key(0))
-            # The engine passes these from the host, and a program for placed ones is another one.
+            active = jax.ShapeDtypeStruct((batch,), jnp.bool_)
             scalar = jax.ShapeDtypeStruct((), jnp.float32)
-            lowered = steps.lower_decode(
-                whole((batch,), jnp.int32),
-                whole((batch,), jnp.bool_),
-                cache,
-                whole(key.shape, key.dtype),
-                scalar,
-                scalar,
-            )
+            tokens = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=replicated(mesh))
+            lowered = steps.lower_decode(tokens, active, cache, key, scalar, scalar)
         else:
             count = min(chunk, context)
-            inputs = Inputs(
-                jax.ShapeDtypeStruct((batch, count), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
-            )
-            inputs = shard_abstract(inputs, input_shardings(inputs, mesh))
-            lowered = steps.lower_forward(inputs.token_ids, inputs.lengths, cache)
+            ids = jax.ShapeDtypeStruct((batch, count), jnp.int32)
+            lowered = steps.lower_forward(ids, jax.ShapeDtypeStruct((batch,), jnp.int32), cache)
     return Program(
         lowered,
         _weights(parameters),
         _argument_bytes(parameters) | _argument_bytes(cache),
     )
+
+
+def _lower_training(config: ModelConfig, mesh: jax.sharding.Mesh, batch: int, length: int) -> Program:
+    masters = abstract(replace(config, expert_quantization=None), jnp.float32, stacked=True, vision=False)
+    step = TrainStep(masters, config, adamw(1e-4), mesh=mesh)
+    ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    weights = jax.ShapeDtypeStruct((batch, length), jnp.float32)
+    lowered = step.lower(Batch(ids, ids, weights, jax.ShapeDtypeStruct((batch,), jnp.int32)))
+    state = step.abstract_state()
+    held = _argument_bytes(step.parameters(state))
+    held["moments"] = sum(_argument_bytes(state.optimizer).values())
+    return Program(lowered, {}, held)
 
 
 def _keys(path: tuple[Any, ...]) -> list[str]:

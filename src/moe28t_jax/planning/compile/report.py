@@ -6,6 +6,8 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 from moe28t_jax.config import ModelConfig
@@ -15,16 +17,15 @@ from moe28t_jax.planning.compile.hlo import Module, parse
 from moe28t_jax.planning.compile.minimum import least_all_to_all_bytes, least_memory_bytes
 from moe28t_jax.planning.compile.traffic import Collective, Share, traffic
 from moe28t_jax.planning.compile.weights import Movement, Weight, movements
-
-CHUNK = 8192
-"""New tokens of a row in a prefill step, unless told otherwise."""
+from moe28t_jax.planning.plan import CHUNK
 
 
 @dataclass(frozen=True)
 class Analysis:
     """What the text of a compiled program tells, per device and run.
 
-    memory_bytes: main memory read and written. all_to_all_bytes: sent. repeated_expert_bytes: as in `Traffic`.
+    memory_bytes: main memory read and written. all_to_all_bytes, repeated_expert_bytes, selection_bytes: sent, as in
+    `Traffic`.
     weight_copies_in_loop: weights written to memory again inside a loop over layers; weight_copies: outside of loops,
     whole stacks mostly. expert_gathers: routed experts sent to devices that do not hold them. unpacked_experts: 4-bit
     weights that become floats in memory.
@@ -34,6 +35,7 @@ class Analysis:
     collectives: dict[str, Collective]
     all_to_all_bytes: int
     repeated_expert_bytes: int
+    selection_bytes: int
     weight_copies_in_loop: tuple[Movement, ...]
     weight_copies: tuple[Movement, ...]
     expert_gathers: tuple[Movement, ...]
@@ -43,20 +45,24 @@ class Analysis:
     instructions: int
 
 
-def analyze(text: str, weights: Mapping[str, Weight], minimum_bytes: int = 1 << 20) -> Analysis:
+def analyze(
+    text: str, weights: Mapping[str, Weight], minimum_bytes: int = 1 << 20, copies_share: float = 1.0
+) -> Analysis:
     """Read `compiled.as_text()`.
 
     weights: which arguments are weights, by the names that they have in the function (`leaves[3]`), or by number as
-    text where the text names none. minimum_bytes: smaller movements of weights do not count.
+    text where the text names none. minimum_bytes: smaller movements of weights do not count. copies_share: see
+    `traffic`.
     """
     module = parse(text)
-    moved = traffic(module)
+    moved = traffic(module, copies_share)
     found = movements(module, _numbered(module, weights), minimum_bytes)
     return Analysis(
         moved.memory_bytes,
         moved.collectives,
         moved.all_to_all_bytes,
         moved.repeated_expert_bytes,
+        moved.selection_bytes,
         tuple(x for x in found if x.kind == "copy" and x.in_loop),
         tuple(x for x in found if x.kind == "copy" and not x.in_loop),
         tuple(x for x in found if x.kind == "all-gather" and x.weight.expert),
@@ -81,7 +87,8 @@ class CompileReport:
     """One step of one model on one deployment; bytes per device, and per step where they are moved.
 
     peak: of the whole program, arguments included; where the compiler refuses a program that is too large, what it says
-    that the program needs. analysis: None then. minimum_*: see `planning.compile.minimum`.
+    that the program needs. analysis: None then. minimum_*: see `planning.compile.minimum`; uniform_memory_bytes: the
+    least with uniform routing.
     """
 
     model: str
@@ -100,6 +107,7 @@ class CompileReport:
     lower_seconds: float
     compile_seconds: float
     minimum_memory_bytes: int
+    uniform_memory_bytes: int
     minimum_all_to_all_bytes: int
     analysis: Analysis | None
     refusal: str = ""
@@ -121,6 +129,7 @@ class CompileReport:
             "held_bytes_per_device": self.held_bytes,
             "lower_seconds": round(self.lower_seconds, 2), "compile_seconds": round(self.compile_seconds, 2),
             "minimum_hbm_bytes_per_step": self.minimum_memory_bytes,
+            "minimum_hbm_bytes_per_step_uniform_routing": self.uniform_memory_bytes,
             "minimum_all_to_all_bytes_per_step": self.minimum_all_to_all_bytes,
         }  # fmt: skip
         if found is None:
@@ -129,6 +138,7 @@ class CompileReport:
             "hbm_bytes_per_step": found.memory_bytes,
             "all_to_all_bytes_per_step": found.all_to_all_bytes,
             "repeated_expert_bytes_at_most": found.repeated_expert_bytes,
+            "selection_all_to_all_bytes_per_step": found.selection_bytes,
             "collectives": {kind: asdict(value) for kind, value in sorted(found.collectives.items())},
             "weight_copies_in_loop": [asdict(x) for x in found.weight_copies_in_loop],
             "weight_copies": [asdict(x) for x in found.weight_copies],
@@ -146,14 +156,15 @@ def compile_step(
     phase: str = "decode",
     batch: int | None = None,
     context: int | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     explicit: bool = True,
     model: str = "model",
     devices: Any = None,
 ) -> CompileReport:
-    """Compile a step of the engine ahead of time for a deployment and read what came out.
+    """Compile a step of the engine, or of training, ahead of time for a deployment and read what came out.
 
-    batch, context: the mesh file's unless given; a prefill step reads one row per copy of the model.
+    batch, context: the mesh file's unless given; a prefill step reads one row per copy of the model. chunk: `CHUNK`
+    unless given.
     Other arguments as `program.lower_step`. Raises ValueError for what cannot be divided or lowered, and whatever the
     compiler raises; a program that is too large is no error but a report that says so.
     """
@@ -161,10 +172,12 @@ def compile_step(
 
     from moe28t_jax.planning.compile.program import lower_step
 
+    chunk = CHUNK if chunk is None else chunk
     if batch is None:
         batch = mesh.axes["data"] if phase == "prefill" else mesh.batch
     if context is None:
         context = min(mesh.context, config.max_context)
+    count = {"prefill": min(chunk, context), "train": context}.get(phase, 1)
     began = time.perf_counter()
     program = lower_step(config, mesh, phase, batch, context, chunk, explicit, devices)
     lowered = time.perf_counter()
@@ -185,14 +198,28 @@ def compile_step(
         text = compiled.as_text() or ""
     done = time.perf_counter()
     if text:
-        analysis = analyze(text, program.weights)
-    tokens = batch * (1 if phase == "decode" else min(chunk, context))
+        analysis = analyze(text, program.weights, copies_share=copies_share(mesh.axes, batch, count))
+    tokens = batch * count
+    passes = 2 if phase == "train" else 1
+    bounds = (config, mesh.axes, phase, batch, context, chunk, program.argument_bytes)
     return CompileReport(
         model, mesh, phase, batch, context, chunk, config.num_layers, explicit, chip(mesh.kind).memory_bytes, peak,
         arguments, temporary, program.argument_bytes, lowered - began, done - lowered,
-        least_memory_bytes(config, mesh.axes, phase, batch, context, chunk, program.argument_bytes),
-        least_all_to_all_bytes(config, mesh.axes, tokens), analysis, refusal.splitlines()[0] if refusal else "", text,
+        least_memory_bytes(*bounds), least_memory_bytes(*bounds, "uniform"),
+        least_all_to_all_bytes(config, mesh.axes, tokens, passes), analysis,
+        refusal.splitlines()[0] if refusal else "", text,
     )  # fmt: skip
+
+
+def copies_share(axes: Mapping[str, int], batch: int, count: int) -> float:
+    """Of the tokens that ranks have room for, the part that there is: see `traffic`."""
+    from moe28t_jax.parallel.experts import GROUP, tokens_of_ranks
+    from moe28t_jax.parallel.rules import batch_layout
+
+    layout = batch_layout(batch, SimpleNamespace(shape=axes))
+    assert layout is not None
+    owned, total = tokens_of_ranks(batch, count, layout)
+    return total / (owned * prod(axes[axis] for axis in GROUP))
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

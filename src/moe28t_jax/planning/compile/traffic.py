@@ -24,6 +24,10 @@ COLLECTIVES = (
 ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
 REPEATED = "fetch_experts"
 """The scope of collectives that move experts which a device repeats."""
+COMBINE = "/moe_combine/"
+"""The scope of collectives that return what experts made."""
+SELECTION = "/merge_shards/"
+"""The scope of collectives that move candidates of index selection to whom they are merged by."""
 
 RUNS = ("call", "call-start", "async-start")
 """Operations that run a computation once, now or meanwhile."""
@@ -67,25 +71,34 @@ class Share:
 class Traffic:
     """Per device and run of the program. unknown_loops: names of loops counted once because the number of their runs
     depends on values. repeated_expert_bytes: the most that experts which a device repeats can weigh; they travel only
-    where loads are uneven, and are not among the bytes of the collectives."""
+    where loads are uneven, and are neither among the bytes of the collectives nor of memory. selection_bytes: sent by
+    all-to-alls that merge the candidates of index selection, which are among the bytes of the collectives and are no
+    expert's."""
 
     memory_bytes: int = 0
     collectives: dict[str, Collective] = field(default_factory=dict)
     shares: list[Share] = field(default_factory=list)
     unknown_loops: list[str] = field(default_factory=list)
     repeated_expert_bytes: int = 0
+    selection_bytes: int = 0
 
     @property
     def all_to_all_bytes(self) -> int:
-        return sum(self.collectives[kind].bytes for kind in ALL_TO_ALL if kind in self.collectives)
+        """Of all all-to-alls but those of index selection."""
+        sent = sum(self.collectives[kind].bytes for kind in ALL_TO_ALL if kind in self.collectives)
+        return sent - self.selection_bytes
 
     def largest(self, count: int) -> list[Share]:
         """The operations that move most."""
         return sorted(self.shares, key=lambda share: share.bytes, reverse=True)[:count]
 
 
-def traffic(module: Module) -> Traffic:
-    """Count a whole program."""
+def traffic(module: Module, copies_share: float = 1.0) -> Traffic:
+    """Count a whole program.
+
+    copies_share: of the copies of tokens that devices have room to send to experts, the part that there can be: where
+    devices share a few tokens, each has room for one and most have none.
+    """
     counter = _Counter(module)
     result = Traffic()
     times = counter.times(result.unknown_loops)
@@ -93,10 +106,14 @@ def traffic(module: Module) -> Traffic:
         for instruction in module.computations[name]:
             kind = collective_kind(instruction)
             if kind is not None:
-                sent = _sent_bytes(module.computations[name], instruction, kind, module.partitions)
+                sent = _sent_bytes(
+                    module.computations[name], instruction, kind, module.partitions, copies_share
+                )
                 if REPEATED in instruction.op_name:
                     result.repeated_expert_bytes += runs * sent
                     sent = 0
+                if kind in ALL_TO_ALL and SELECTION in instruction.op_name:
+                    result.selection_bytes += runs * sent
                 found = result.collectives.get(kind, Collective())
                 result.collectives[kind] = found + Collective(1, runs, runs * sent)
             if name in counter.fused:
@@ -142,7 +159,9 @@ def group_size(instruction: Instruction, partitions: int) -> int:
     return partitions
 
 
-def _sent_bytes(computation: Computation, instruction: Instruction, kind: str, partitions: int) -> int:
+def _sent_bytes(
+    computation: Computation, instruction: Instruction, kind: str, partitions: int, copies_share: float
+) -> int:
     operands = sum(_operand(computation, name).bytes for name in dict.fromkeys(instruction.operands))
     size = group_size(instruction, partitions)
     others = (size - 1) / size
@@ -154,7 +173,13 @@ def _sent_bytes(computation: Computation, instruction: Instruction, kind: str, p
         # Over all devices as much is sent as is received, and neither is more than its buffer has room for. The other
         # operands say what goes where.
         sent = _operand(computation, instruction.operands[0]).bytes
-        return round(min(sent, instruction.shapes[-1].bytes) * others)
+        # What begins it results in a tuple of operands, destination and bookkeeping.
+        begins = instruction.opcode.endswith("-start")
+        room = _operand(computation, instruction.operands[1]) if begins else instruction
+        # There are as many copies on the way back, where they are received.
+        if COMBINE in instruction.op_name:
+            return round(min(sent, room.bytes * copies_share) * others)
+        return round(min(sent * copies_share, room.bytes) * others)
     if kind in ("reduce-scatter", "all-to-all"):
         return round(operands * others)
     return operands
@@ -249,6 +274,10 @@ class _Counter:
             # The result is a tuple of the destination and of bookkeeping.
             destination = instruction.shapes[0 if opcode == "copy-start" else 1]
             return operands[0].memory_bytes + destination.memory_bytes
+        if opcode.removesuffix("-start") == "ragged-all-to-all":
+            # Rows are read out of the first operand and written into the second, which is the result. Experts that are
+            # repeated move where loads are uneven.
+            return 0 if REPEATED in instruction.op_name else sum(x.memory_bytes for x in operands[:2])
         return sum(x.memory_bytes for x in operands) + instruction.memory_bytes
 
     def _fusion(self, computation: Computation, instruction: Instruction) -> int:
