@@ -18,8 +18,15 @@ def _tpu(*args: Any) -> Any:
     return tpu.select(*args)
 
 
-IMPLEMENTATIONS = {"reference": reference.select, "xla": xla.select, "tpu": _tpu}
-# The TPU kernel compiles for every chip but has not run on one: by name only.
+def _gpu(*args: Any) -> Any:
+    """The GPU kernel, imported when it is first called, like the TPU's."""
+    from pallas_kernels.index_select import gpu
+
+    return gpu.select(*args)
+
+
+IMPLEMENTATIONS = {"reference": reference.select, "xla": xla.select, "tpu": _tpu, "gpu": _gpu}
+# The TPU and GPU kernels compile for their chips but have not run on one: by name only.
 DEFAULT = ("xla",)
 
 
@@ -80,8 +87,8 @@ def select(
         sharded: every device holds the same number of consecutive positions, in the order of the axis, and all
         other arguments are the same on all.
       use_relu: whether the products pass the ReLU.
-      implementation: "xla", "reference", "tpu" (a Pallas kernel that was compiled and interpreted but has not
-        run on its device; by name only), or None for the best that supports the case.
+      implementation: "xla", "reference", "tpu" or "gpu" (Pallas kernels that were compiled and interpreted but
+        have not run on their devices; by name only), or None for the best that supports the case.
 
     Returns:
       Global key positions [B, Q, top_k] int32, ascending, -1 after the last; the same on all devices of the

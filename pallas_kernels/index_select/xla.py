@@ -13,6 +13,7 @@ order of their positions.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +155,7 @@ def _local_candidates(
     top_k: int,
     use_relu: bool,
     key_tile: int,
+    scores_of: Callable[[Array, Array, Array, bool], Array],
 ) -> tuple[Array, Array]:
     """Scores and global indices [B, Q, top_k] of the candidates of one block among the local keys."""
     parts = jax.tree.leaves(k_index)
@@ -197,7 +199,7 @@ def _local_candidates(
         start = start_of(number)
         places_S = start + jnp.arange(tile, dtype=jnp.int32)
         visible_BQS = (places_S <= local_positions_BQ[..., None]) & (places_S >= number * tile)
-        return rankable(tile_scores(q_BQHD, keys_at(start), weights_BQH, use_relu), visible_BQS)
+        return rankable(scores_of(q_BQHD, keys_at(start), weights_BQH, use_relu), visible_BQS)
 
     def merge_group(turn: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         def add(nth: Array, ranked: Array) -> Array:
@@ -228,7 +230,9 @@ def _local_candidates(
     return ranked[..., :top_k], indices
 
 
-@functools.partial(jax.jit, static_argnames=("top_k", "axis_name", "use_relu", "query_block", "key_tile"))
+@functools.partial(
+    jax.jit, static_argnames=("top_k", "axis_name", "use_relu", "query_block", "key_tile", "scores_of")
+)
 def select(
     q_index: Float[Array, "B Q H D"],
     k_index: Keys,
@@ -240,8 +244,12 @@ def select(
     use_relu: bool = True,
     query_block: int = QUERY_BLOCK,
     key_tile: int = KEY_TILE,
+    scores_of: Callable[[Array, Array, Array, bool], Array] = tile_scores,
 ) -> Int[Array, "B Q top_k"]:
-    """`pallas_kernels.index_select.select` by tiles, whose sizes do not change the result."""
+    """`pallas_kernels.index_select.select` by tiles, whose sizes do not change the result.
+
+    `scores_of` queries, a tile of keys, weights and `use_relu` gives the scores of the tile [B, Q, S].
+    """
     with jax.named_scope("index_select"):
         dtype = key_rows.compute_dtype(q_index, *jax.tree.leaves(k_index), weights)
         # A selection has no gradient.
@@ -259,7 +267,9 @@ def select(
 
         def candidates(block: tuple[Array, Array, Array]) -> tuple[Array, Array]:
             q, w, positions = block
-            return _local_candidates(q, k_index, w, positions, page_table, offset, top_k, use_relu, key_tile)
+            return _local_candidates(
+                q, k_index, w, positions, page_table, offset, top_k, use_relu, key_tile, scores_of
+            )
 
         block = min(queries, max(1, query_block // batch))
         scores, indices = jax.lax.map(

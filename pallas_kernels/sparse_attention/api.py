@@ -17,8 +17,20 @@ def _tpu(*args: Any) -> Any:
     return tpu.sparse_attention(*args)
 
 
-IMPLEMENTATIONS = {"reference": reference.sparse_attention, "xla": xla.sparse_attention, "tpu": _tpu}
-# The TPU kernel compiles for every chip but has not run on one: by name only.
+def _gpu(*args: Any) -> Any:
+    """The GPU kernel, imported when it is first called, like the TPU's."""
+    from pallas_kernels.sparse_attention import gpu
+
+    return gpu.sparse_attention(*args)
+
+
+IMPLEMENTATIONS = {
+    "reference": reference.sparse_attention,
+    "xla": xla.sparse_attention,
+    "tpu": _tpu,
+    "gpu": _gpu,
+}
+# The TPU and GPU kernels compile for every chip but have not run on one: by name only.
 DEFAULT = ("xla",)
 
 
@@ -51,8 +63,9 @@ def sparse_attention(
       scale: factor of the logits, a Python number.
       value_dim: number of leading channels that are values, 1..C.
       page_table: page of every `page` consecutive positions [B, pages] int32; a negative page holds no keys.
-      implementation: "xla", "reference", "tpu" (Pallas, compiled for v5p, v6e and tpu7x, not yet run on them;
-        bfloat16 and float32), or None for the best that supports the case.
+      implementation: "xla", "reference", "tpu" (Pallas, compiled for v5p, v6e and tpu7x), "gpu" (Pallas, compiled
+        for Hopper and Blackwell; both bfloat16 and float32, and not yet run on their devices), or None for the
+        best that supports the case.
 
     Returns:
       o [B, Q, H, value_dim] in the dtype of `q_latent`, and the natural-log sum of exponentials of the scaled
