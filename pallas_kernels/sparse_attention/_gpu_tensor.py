@@ -82,7 +82,8 @@ def heads_together(heads: int) -> tuple[int, int]:
 
 def _warp() -> Any:
     """The number of the warp within its warpgroup."""
-    scalar: Any = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+    integer: Any = jnp.int32
+    scalar: Any = plgpu.ShapeDtypeStruct((), integer, layout=plgpu.Layout.WG_SPLAT(()))
     inline: Any = plgpu.inline_mgpu(return_type=scalar)
 
     @inline

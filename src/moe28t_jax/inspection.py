@@ -116,10 +116,12 @@ def _residuals(config: ModelConfig) -> str:
 
 
 def describe_model(source: str, overrides: dict[str, Any] | None = None) -> ModelReport:
-    """Report on a preset name, a checkpoint folder, or a `config.json`."""
+    """Report on a preset name, a checkpoint folder or address, or a `config.json`."""
     if source in PRESETS:
         config = ModelConfig.preset(source).override(overrides or {})
         return ModelReport(source, config, config.parameter_count())
+    if "://" in source:
+        return _describe_address(source, overrides or {})
     path = Path(source).expanduser()
     if not path.exists():
         raise ValueError(
@@ -132,3 +134,16 @@ def describe_model(source: str, overrides: dict[str, Any] | None = None) -> Mode
 
         tensors = tuple(describe(path))
     return ModelReport(str(source), config, config.parameter_count(), tensors)
+
+
+def _describe_address(source: str, overrides: dict[str, Any]) -> ModelReport:
+    from moe28t_jax.sources import resolve
+    from moe28t_jax.weights.stream_source import StreamedCheckpoint
+
+    found = resolve(source)
+    assert found.store is not None
+    config = found.config(overrides)
+    tensors: tuple[Any, ...] = ()
+    if any(".safetensors" in name for name in found.store.names()):
+        tensors = tuple(StreamedCheckpoint(found.store).describe())
+    return ModelReport(source, config, config.parameter_count(), tensors)

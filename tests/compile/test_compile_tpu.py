@@ -93,7 +93,10 @@ def test_gradient_in_float32(chip: str) -> None:
 
 def check_segment_map(chip: str, shape: DeltaRuleShape) -> None:
     compiled = compile_for_tpu(chip, programs.segment_map("tpu", heads_first=True), sequence(shape))
-    assert temporary_bytes(compiled) <= scalar_bytes(shape) + programs.map_bytes(shape) + SMALL
+    # Where T fills no whole lanes, beta is there before and after its padding: 28.3 MB of 16 x 1,000 tokens on v5p,
+    # 25.2 of them the maps.
+    scalars = scalar_bytes(shape) * (2 if shape.tokens % 128 else 1)
+    assert temporary_bytes(compiled) <= scalars + programs.map_bytes(shape) + SMALL
 
 
 @pytest.mark.parametrize("chip", CHIPS)

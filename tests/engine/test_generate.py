@@ -222,3 +222,23 @@ def test_prompts_without_a_token_are_refused(lengths) -> None:
         ValueError, match=r"lengths of the prompts are \[.*\]; at least one row must have a token"
     ):
         steps().prefill(ids, np.asarray(lengths, np.int32), steps().new_cache(2, 64))
+
+
+@pytest.mark.parametrize("name", ["k31_tiny_mxfp4", "kimi_linear_tiny"])
+def test_the_default_dtype_runs_and_stays_near_float32(name) -> None:
+    """Prompts of 70 and 2 tokens and a decoded one: products of bfloat16 take other paths by their shape."""
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        parameters, config = load_parameters(DATA / name, dtype=np.dtype(jnp.dtype(dtype)))
+        model = Steps(parameters, config)
+        ids = np.asarray([(PROMPT * 10), PROMPT * 10], np.int32)
+        logits, cache = model.prefill(ids, np.asarray([70, 2], np.int32), model.new_cache(2, 128))
+        _, after, _ = model.decode(
+            jnp.asarray([7, 8], jnp.int32), [True, True], cache, jax.random.key(0), 0.0, 1.0
+        )
+        found[dtype] = np.stack([np.asarray(x, np.float32) for x in (logits, after)])
+    assert np.isfinite(found["bfloat16"]).all()
+    # Rounding changes which experts and tokens are chosen, and with random weights that changes a row's logits by half
+    # of their spread; rows whose choices stay show the rounding alone.
+    away = np.sqrt(np.mean((found["bfloat16"] - found["float32"]) ** 2, axis=-1))
+    assert away.min() < 0.1 * np.std(found["float32"]) and away.max() < np.std(found["float32"])

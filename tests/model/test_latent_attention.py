@@ -61,6 +61,18 @@ def test_equals_the_softmax_written_out(dtype, expand, budget, monkeypatch) -> N
 
 
 @FORMS
+def test_bfloat16(expand, monkeypatch) -> None:
+    xs = arguments("bfloat16")
+    expected = naive(*(jnp.asarray(x, jnp.float32) for x in xs))
+    found = attend(expand, ONE_TILE, monkeypatch)(*xs)
+    assert found.dtype == jnp.bfloat16
+    # Keys, values, weights and results are rounded to 8 bits, each by at most 2^-9 of it.
+    np.testing.assert_allclose(
+        found.astype(jnp.float32), expected, rtol=0, atol=4 * 2**-9 * float(jnp.max(jnp.abs(expected)))
+    )
+
+
+@FORMS
 @TILES
 def test_rows_that_no_query_sees_may_hold_nan(expand, budget, monkeypatch) -> None:
     xs = list(arguments("float32"))

@@ -147,7 +147,8 @@ def test_shards_of_keys() -> None:
 
 
 def test_tiles_are_small_beside_the_keys() -> None:
-    assert gpu.key_tile(128) == gpu.key_tile(1) == 8192 and gpu.key_tile(10**6) == 4096
+    assert gpu.key_tile(1, 128, 128) == gpu.key_tile(1, 1, 128) == 8192
+    assert gpu.key_tile(64, 64, 128) == 1024 and gpu.key_tile(10**6, 10**6, 128) == 512
 
 
 def test_what_the_kernel_refuses() -> None:

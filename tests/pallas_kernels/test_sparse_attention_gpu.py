@@ -96,11 +96,11 @@ def test_splits_of_selected_keys_merge(tensor: bool) -> None:
 def test_many_turns_in_one_split(tensor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both buffers are filled again, and a query of few keys beside one of many stops early."""
     monkeypatch.setattr(_gpu_tensor if tensor else _gpu_rows, "_BLOCKS", 1)
-    gpu.sparse_attention.clear_cache()
+    jax.clear_caches()
     q, kv, indices = large(3, 330, jnp.bfloat16, queries=2)
     indices[0, 1, 5:] = -1
     found = run(q, only_selected(kv, indices), indices, tensor=tensor)
-    gpu.sparse_attention.clear_cache()
+    jax.clear_caches()
     (assert_close if tensor else lambda a, b: assert_equal(a, b, jnp.bfloat16))(found, oracle(q, kv, indices))
 
 
@@ -163,7 +163,9 @@ def test_pages(tensor: bool) -> None:
     (assert_close if tensor else lambda a, b: assert_equal(a, b, dtype))(found, expected)
 
 
-@pytest.mark.parametrize(("dtype", "tensor"), [(jnp.bfloat16, True), (jnp.float32, False)])
+@pytest.mark.parametrize(
+    ("dtype", "tensor"), [pytest.param(jnp.bfloat16, True, marks=pytest.mark.slow), (jnp.float32, False)]
+)
 def test_a_selected_nan_reaches_the_queries_that_select_it_alone(dtype: Any, tensor: bool) -> None:
     q, kv = inputs(10, dtype)
     indices = random_indices(11)

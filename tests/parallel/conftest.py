@@ -32,7 +32,7 @@ with open(result, "wb") as file:
 """
 
 
-def _run_on_devices(count: int, function_path: str, folder: Path, **arguments: Any) -> Any:
+def _run_on_devices(count: int, function_path: str, folder: Path, /, **arguments: Any) -> Any:
     path, _, name = function_path.partition(":")
     flags = [os.environ.get("XLA_FLAGS", ""), QUICK, f"--xla_force_host_platform_device_count={count}"]
     environment = os.environ | {

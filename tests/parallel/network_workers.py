@@ -340,7 +340,7 @@ def long_cache(axes: dict[str, int], capacity: int, chunk: int) -> dict[str, Any
         for number, count in enumerate((chunk,) * 4 + (1, 1)):
             ids = np.random.default_rng(number).integers(0, config.vocab_size, (1, count)).astype(np.int32)
             out, cache, auxiliary = step(
-                parameters, Inputs(jnp.asarray(ids), jnp.full((1,), count, jnp.int32)), cache, config
+                parameters, Inputs(ids, np.full((1,), count, np.int32)), cache, config
             )
             logits.append(on_host(out))
             chosen += chosen_of(auxiliary, np.ones((1, count), bool))

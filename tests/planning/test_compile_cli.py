@@ -125,6 +125,31 @@ def test_what_a_compiler_says_ends_in_a_sentence(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "name", "words"),
+    [
+        ("--text", "folder", "folder' cannot be written (Is a directory); name another file"),
+        ("--text", "absent/program.txt", "is in a folder that does not exist; make"),
+        ("--save", "file", "file' cannot hold compiled programs (File exists); name a folder"),
+    ],
+)
+def test_where_nothing_can_be_written_is_known_before_compiling(
+    option: str,
+    name: str,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    compiled: list[Any] = []
+    monkeypatch.setattr(topology, "prepare_environment", lambda mesh: None)
+    monkeypatch.setattr(compile_room, "compile_step", lambda *_, **__: compiled.append(1))
+    assert main(["compile", "--mesh", "cpu-8", option, str(tmp_path / name)]) == 2
+    assert words in capsys.readouterr().err and compiled == []
+
+
 AXES = {"data": 1, "stage": 1, "expert": 1, "tensor": 1, "context": 1}
 
 

@@ -89,7 +89,9 @@ def test_a_cache_whose_disk_fails_ends_no_load(
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(f"moe28t_jax.weights.range_cache.os.{call}", failing)
-        found, _, report = stream_parameters(LocalStore(address), stacked=False, workers=1, cache=tmp_path / "cache")
+        found, _, report = stream_parameters(
+            LocalStore(address), stacked=False, workers=1, cache=tmp_path / "cache"
+        )
     assert (
         caplog.text.count("cache' fails (No space left on device); what is fetched from now on is not kept")
         == 1
@@ -102,6 +104,8 @@ def test_a_cache_whose_disk_fails_ends_no_load(
             np.asarray(leaf).view(np.uint8), np.asarray(wanted[path]).view(np.uint8)
         )
     # What was kept is used, once the disk has room again.
-    again, _, report = stream_parameters(LocalStore(address), stacked=False, workers=1, cache=tmp_path / "cache")
+    again, _, report = stream_parameters(
+        LocalStore(address), stacked=False, workers=1, cache=tmp_path / "cache"
+    )
     assert report.cache_bytes > 0
     assert jax.tree.structure(again) == jax.tree.structure(expected)

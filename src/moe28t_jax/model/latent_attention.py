@@ -6,13 +6,11 @@ once per tile (fewer multiplications), with few queries the up-projections are a
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe28t_jax.model.numerics import compute_dtype
+from moe28t_jax.model.numerics import compute_dtype, head_product
 
 # Scores held at once, in elements: 4 MiB of float32, which stay in a CPU's cache. Far larger temporaries also
 # cost a CPU more in page faults than in arithmetic, because the allocator returns them after every call.
@@ -57,11 +55,10 @@ def attend_to_latents(
     _, queries, heads, _ = q_nope_BTHN.shape
     rank = up_k_HNL.shape[2]
     dtype = compute_dtype(q_nope_BTHN.dtype)
-    exact = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype)
     if expand is None:
         expand = queries >= EXPAND_FROM_QUERIES
     if not expand:
-        absorbed = exact("BTHN,HNL->BTHL", q_nope_BTHN, up_k_HNL).astype(q_nope_BTHN.dtype)
+        absorbed = head_product("BTHN,HNL->BTHL", q_nope_BTHN, up_k_HNL).astype(q_nope_BTHN.dtype)
         q_BTHC = jnp.concatenate([absorbed, q_rope_BTHR], axis=-1)
     else:
         # One product per tile gives whole scores; the transposed queries serve all tiles.
@@ -70,13 +67,13 @@ def attend_to_latents(
     def tile_scores(tile_BSC):
         if not expand:
             # Whole rows serve as values, and the result is cut: cutting the tile would copy it.
-            return exact("BTHC,BSC->BHTS", q_BTHC, tile_BSC), tile_BSC
+            return head_product("BTHC,BSC->BHTS", q_BTHC, tile_BSC), tile_BSC
         latent_BSL, k_rope_BSR = tile_BSC[..., :rank], tile_BSC[..., rank:]
-        k_BSHN = exact("BSL,HNL->BSHN", latent_BSL, up_k_HNL).astype(tile_BSC.dtype)
-        v_BSHV = exact("BSL,HVL->BSHV", latent_BSL, up_v_HVL).astype(tile_BSC.dtype)
+        k_BSHN = head_product("BSL,HNL->BSHN", latent_BSL, up_k_HNL).astype(tile_BSC.dtype)
+        v_BSHV = head_product("BSL,HVL->BSHV", latent_BSL, up_v_HVL).astype(tile_BSC.dtype)
         k_rope_BSHR = jnp.broadcast_to(k_rope_BSR[:, :, None], (*k_BSHN.shape[:-1], k_rope_BSR.shape[-1]))
         k_BSHD = jnp.concatenate([k_BSHN, k_rope_BSHR], axis=-1)
-        return exact("BHTD,BSHD->BHTS", q_BHTD, k_BSHD), v_BSHV
+        return head_product("BHTD,BSHD->BHTS", q_BHTD, k_BSHD), v_BSHV
 
     def attend(carry, tile_BSC, key_positions_S):
         highest_BHT, total_BHT, sum_BHTV = carry
@@ -93,7 +90,7 @@ def attend_to_latents(
         kept_BHT = jnp.exp(highest_BHT - reference_BHT)
         total_BHT = total_BHT * kept_BHT + jnp.sum(weights_BHTS, axis=-1)
         weights_BHTS = weights_BHTS.astype(values.dtype)
-        read = exact("BHTS,BSHV->BHTV" if expand else "BHTS,BSC->BHTC", weights_BHTS, values)
+        read = head_product("BHTS,BSHV->BHTV" if expand else "BHTS,BSC->BHTC", weights_BHTS, values)
         return new_highest_BHT, total_BHT, sum_BHTV * kept_BHT[..., None] + read
 
     batch, keys, width = latent_BSC.shape
@@ -134,5 +131,5 @@ def attend_to_latents(
     if expand:
         return o_BHTV.transpose(0, 2, 1, 3).astype(q_nope_BTHN.dtype), logsumexp_BTH
     o_BHTL = o_BHTV[..., :rank].astype(q_nope_BTHN.dtype)
-    o_BTHV = exact("BHTL,HVL->BTHV", o_BHTL, up_v_HVL)
+    o_BTHV = head_product("BHTL,HVL->BTHV", o_BHTL, up_v_HVL)
     return o_BTHV.astype(q_nope_BTHN.dtype), logsumexp_BTH

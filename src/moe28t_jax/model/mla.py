@@ -12,7 +12,7 @@ from moe28t_jax.config import DSAConfig, MLAConfig, ModelConfig
 from moe28t_jax.model.cache import LatentCache, append, read
 from moe28t_jax.model.indexer_loss import indexer_loss
 from moe28t_jax.model.latent_attention import attend_to_latents
-from moe28t_jax.model.numerics import compute_dtype, layer_norm, linear, rms_norm
+from moe28t_jax.model.numerics import compute_dtype, head_product, layer_norm, linear, rms_norm
 from moe28t_jax.model.parameters import Group
 from moe28t_jax.parallel import attention
 from moe28t_jax.parallel.mesh import current_mesh, same_on_all_stages
@@ -170,13 +170,7 @@ def mla_attention(
 
     if sparse or "indexer_loss" in collect:
         with jax.named_scope("absorb_queries"):
-            absorbed_BTHL = jnp.einsum(
-                "BTHN,HNL->BTHL",
-                q_nope_BTHN,
-                up_k_HNL,
-                precision=jax.lax.Precision.HIGHEST,
-                preferred_element_type=compute_dtype(x_BTD.dtype),
-            ).astype(x_BTD.dtype)
+            absorbed_BTHL = head_product("BTHN,HNL->BTHL", q_nope_BTHN, up_k_HNL).astype(x_BTD.dtype)
             q_latent_BTHC = jnp.concatenate([absorbed_BTHL, q_rope_BTHR], axis=-1)
     if sparse:
         assert indices_BTN is not None
@@ -189,13 +183,7 @@ def mla_attention(
                 mla.kv_lora_rank,
                 None if whole is None else repeat,
             )
-            o_BTHV = jnp.einsum(
-                "BTHL,HVL->BTHV",
-                read_BTHL,
-                up_v_HVL,
-                precision=jax.lax.Precision.HIGHEST,
-                preferred_element_type=compute_dtype(x_BTD.dtype),
-            ).astype(x_BTD.dtype)
+            o_BTHV = head_product("BTHL,HVL->BTHV", read_BTHL, up_v_HVL).astype(x_BTD.dtype)
     else:
         with jax.named_scope("latent_attention"):
             o_BTHV = attention.dense_attention(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -22,6 +24,18 @@ def linear(x: Float[Array, "*batch n"], weight: Float[Array, "n m"]) -> Float[Ar
         preferred_element_type=compute_dtype(x.dtype),
     )
     return y.astype(x.dtype)
+
+
+def head_product(equation: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`jnp.einsum` of two arrays of one dtype with a float32 (float64) accumulator, which is what it returns."""
+    dtype = compute_dtype(x.dtype)
+    product = partial(jnp.einsum, equation, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype)
+    if x.dtype == dtype:
+        return product(x, y)
+    # XLA refuses some batched products of bfloat16 on CPUs, and widens the operands of the others itself.
+    return jax.lax.platform_dependent(
+        x, y, cpu=lambda x, y: product(x.astype(dtype), y.astype(dtype)), default=product
+    )
 
 
 def rms_norm(x: Float[Array, "*batch n"], gain: Float[Array, " n"], eps: float) -> Float[Array, "*batch n"]:

@@ -92,7 +92,7 @@ def expert_parallel(
     pieces = prod(shape[axis] for axis in shared)
     width_axis = "tensor" if moe.latent_size is not None else None
     held = (x_BTL.shape[0] // layout.size(rows)) * (x_BTL.shape[1] // layout.size(tokens))
-    owned, total = tokens_of_ranks(*x_BTL.shape[:2], layout)
+    owned, total = tokens_of_ranks(x_BTL.shape[0], x_BTL.shape[1], layout)
     settings = Settings(
         moe.num_experts,
         total,

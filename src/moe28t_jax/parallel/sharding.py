@@ -105,7 +105,8 @@ def divide_further(spec: PartitionSpec, shape: Sequence[int], mesh: Any, first: 
         return spec
     for axis in reversed(range(first, len(shape))):
         if entries[axis] is None and shape[axis] % pieces == 0 and shape[axis] // pieces >= _LEAST_PIECE:
-            entries[axis] = free if len(free) > 1 else free[0]
+            single, *more = free
+            entries[axis] = free if more else single
             return PartitionSpec(*entries)
     return spec
 

@@ -48,7 +48,7 @@ def activation_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work) -
         if stage is not None
     )
     if work.phase != "train":
-        return live + _relaid_weights(config, axes, work.lanes) + PROGRAM_BYTES
+        return live + _moved_weights(config, axes, work.lanes) + PROGRAM_BYTES
     stream = work.tokens * config.hidden_size * ACTIVATION_BYTES
     kept = own.num_layers * min(axes["stage"], work.microbatches)
     if alike is not None:
@@ -145,23 +145,25 @@ def _experts(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
     return routed + repeated * expert + shared + router
 
 
-def _relaid_weights(config: ModelConfig, axes: Mapping[str, int], lanes: int) -> int:
-    """Stacks of narrow matrices, which a TPU's compiler lays out anew before the loop over the layers: in whole tiles.
+def _moved_weights(config: ModelConfig, axes: Mapping[str, int], lanes: int) -> int:
+    """Weights of stacked layers that compilers write to another place before they multiply with them.
 
-    The heads' step sizes of recurrent layers (heads in sublanes) and the heads' weights of the indexer (in lanes).
+    On TPU stacks of narrow matrices, once before the loop over the layers and in whole tiles: the step sizes of
+    recurrent layers (heads in sublanes) and the heads' weights of the indexer (in lanes). On GPU the layer's slice of
+    the four matrices that a recurrent layer multiplies its input with.
     """
-    if lanes == 1:
-        return 0
     total = 0
     for segment in segments(config, True):
         if segment.repeats == 1:
             continue
-        rows = segment.repeats // axes["stage"] * config.hidden_size * ACTIVATION_BYTES
-        for position in range(segment.period):
-            kind = config.attention_kinds[segment.layer(0, position)]
-            if kind == "kda" and config.kda is not None:
-                heads = ceil_div(config.kda.num_heads, axes["tensor"])
-                total += rows * _up(heads, _SUBLANES) if heads % lanes else 0
-            if kind == "dsa" and config.dsa is not None and config.dsa.num_heads % lanes:
-                total += rows * _up(config.dsa.num_heads, lanes)
+        kinds = [config.attention_kinds[segment.layer(0, position)] for position in range(segment.period)]
+        stack = segment.repeats // axes["stage"] * config.hidden_size * ACTIVATION_BYTES
+        heads = ceil_div(config.kda.num_heads, axes["tensor"]) if config.kda is not None else 0
+        if lanes > 1:
+            total += kinds.count("kda") * stack * _up(heads, _SUBLANES) if heads % lanes else 0
+            if config.dsa is not None and config.dsa.num_heads % lanes:
+                total += kinds.count("dsa") * stack * _up(config.dsa.num_heads, lanes)
+        elif "kda" in kinds and config.kda is not None:
+            columns = heads * config.kda.head_dim
+            total = max(total, 4 * config.hidden_size * columns * ACTIVATION_BYTES)
     return total

@@ -14,7 +14,7 @@ from typing import Literal
 
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.planning.activations import ACTIVATION_BYTES, FLOAT32, activation_bytes, ceil_div
-from moe28t_jax.planning.inventory import DIVISIONS, Division, LayerKind, Stage, held
+from moe28t_jax.planning.inventory import DIVISIONS, Division, LayerKind, Stage, held, stages
 
 Phase = Literal["prefill", "decode", "train"]
 Rows = Literal["batch", "context"]
@@ -257,4 +257,9 @@ def device_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work, limit
     stage = held(config, axes["stage"])
     state = optimizer_bytes(stage, axes) if work.phase == "train" else cache_bytes(config, stage, axes, work)
     weights = sum(weight_bytes(stage, axes).values())
-    return DeviceBytes(weights, state, activation_bytes(config, axes, work), limit)
+    activations = activation_bytes(config, axes, work)
+    if work.phase == "decode" and work.microbatches > 1:
+        # A pipeline stage takes the rows that it works on out of the caches of its layers, and puts them back.
+        own, _ = stages(config, axes["stage"])
+        activations += cache_bytes(config, own, axes, work) // work.microbatches
+    return DeviceBytes(weights, state, activations, limit)
