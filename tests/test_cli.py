@@ -350,3 +350,20 @@ def test_a_preset_without_weights_says_so(capsys) -> None:
     fails(
         capsys, ["generate", "--model", "moe28t", "--prompt", "x", "--no-echo"], "is a preset without weights"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["generate", "--promt", "hi"],
+            "moe28t generate: error: it does not know '--promt'; did you mean --prompt?",
+        ),
+        (["score", "--files", "x"], "it does not know '--files'; moe28t score --help lists what it takes."),
+        (["--nonsense"], "moe28t: error: it does not know '--nonsense'"),
+    ],
+)
+def test_a_misspelt_option_is_answered_by_its_command(capsys, arguments, sentence) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2 and sentence in capsys.readouterr().err

@@ -15,10 +15,10 @@ TABLE = "final_hlo-static-per-bundle-utilization.txt"
 ROOM = 1.1
 
 # Vector registers stored for want of room, and loaded back, in the whole schedule, bodies of loops counted once: what
-# the compiler made of it when this was written. These are arrays larger than the 64 registers, which live in vector
-# memory as they would if the kernel put them there itself. Merging moves ranks, indices and distances of 8 rows and
-# 8,192 columns, 64 registers each, through 13 rotations; queries that share keys have logits of 768 rows and 512
-# columns, 384 registers; fetching holds sums of 96 rows and 512 columns, 48 registers, and logits of 256 keys.
+# the compiler made of it when this was written. By their sizes (where in the schedule they fall was not looked up)
+# these are arrays larger than the 64 registers: merging moves ranks, indices and distances of 8 rows and 8,192 columns,
+# 64 registers each, through 13 rotations; queries that share keys have logits of 768 rows and 512 columns, 384
+# registers; fetching holds sums of 96 rows and 512 columns, 48 registers, and logits of 256 keys.
 SPILLED = {
     ("prefill", "index_select"): {"v6e": (3756, 4266), "tpu7x": (3757, 4269)},
     ("prefill_fp8", "index_select"): {"v6e": (3767, 4279), "tpu7x": (3773, 4287)},

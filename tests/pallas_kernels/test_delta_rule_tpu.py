@@ -101,6 +101,14 @@ def test_any_lengths_documents_and_gates(case: Case) -> None:
 PROGRAMS = ((1, 1, jnp.float32), (64, 3, jnp.bfloat16), (129, 3, jnp.float32), (150, 1, jnp.bfloat16))
 
 
+# XLA for CPUs leaves out a rounding to bfloat16 that is undone at once. The halves of the kernel's products are made of
+# such roundings, and the chips' compiler keeps them.
+faithful = jax.jit(
+    lambda *x: tpu.delta_rule(*x, return_boundary_states=True, interpret=INTERPRET),
+    compiler_options={"xla_allow_excess_precision": False},
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "heads", "low"), PROGRAMS)
 @settings(max_examples=8)
@@ -109,7 +117,7 @@ def test_any_tokens_lengths_documents_and_gates(
     data: st.DataObject, tokens: int, heads: int, low: Any
 ) -> None:
     case = data.draw(cases((2, tokens, heads, 8, 16)))
-    found = tpu.delta_rule(*case.arguments(low), return_boundary_states=True, interpret=INTERPRET)
+    found = faithful(*case.arguments(low))
     # Products of bfloat16 are exact to 16 bits, and errors of one token are written again by those that follow.
     case.check(found, 2e-6 if low == jnp.float32 else 1e-4, low)
 
@@ -149,12 +157,12 @@ def make_bfloat16(seed: int, shape: tuple[int, ...], bounded: bool) -> tuple[jax
 def test_products_of_bfloat16_lose_little(bounded: bool) -> None:
     # Five heads: two pairs at a time, and the last one alone.
     x = make_bfloat16(4, (1, 66, 5, 16, 16), bounded)
-    o, state = tpu.delta_rule(*x, interpret=INTERPRET)
+    o, state, _ = faithful(*x)
     wide = [a.astype(jnp.float32) for a in x]
     expected_o, expected_state = delta_rule.delta_rule(*wide, implementation="reference")
-    # The state is float32, from products of 16 bits; o is rounded to bfloat16.
+    # The state is float32, from products of 16 bits; o is rounded to bfloat16, by at most half of its last bit.
     assert_close(state, expected_state, 3e-5)
-    assert_close(o, expected_o, 4e-3)
+    assert_close(o, expected_o, 2**-8)
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_any_selection_on_tensor_cores(indices: np.ndarray) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(indices=selections())
 def test_any_selection_at_length(indices: np.ndarray) -> None:
     q, kv = inputs(2)

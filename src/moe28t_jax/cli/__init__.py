@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import NoReturn
 
 from moe28t_jax import __version__
 from moe28t_jax.cli.chat import EFFORTS, run_chat
@@ -31,7 +33,9 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; a user's mistake ends in one sentence on standard error and exit status 2."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _refuse(parser, options.command, unknown)
     if options.command is None:
         parser.print_help()
         return 2
@@ -50,6 +54,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\nmoe28t {options.command}: interrupted.", file=sys.stderr)
         return _ended("It was interrupted.", 130)
+
+
+def _refuse(parser: argparse.ArgumentParser, command: str | None, unknown: Sequence[str]) -> NoReturn:
+    """End with the usage of the command itself and, for an option, the one that was probably meant."""
+    for action in parser._actions:
+        if command is not None and isinstance(action, argparse._SubParsersAction):
+            parser = action.choices[command]
+    option = unknown[0].partition("=")[0]
+    near = (
+        difflib.get_close_matches(option, parser._option_string_actions, 1, 0.75)
+        if option.startswith("-")
+        else []
+    )
+    meant = f"; did you mean {near[0]}?" if near else f"; {parser.prog} --help lists what it takes."
+    parser.error(f"it does not know {unknown[0]!r}{meant}")
 
 
 def _kernels(name: str | None) -> AbstractContextManager[None]:
@@ -169,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = add(
         "generate", run_generate, "continue a text, or answer a conversation",
-        ['--prompt "import os"', '--chat "Add 4 7 and 3 8." --effort high', '--chat "Describe it." --image a.png',
+        ['--prompt "import os"', '--chat "Sort 8 2 5 1." --effort high', '--chat "Describe it." --image a.png',
          '--chat "Read left8.txt." --demo-tools', "--messages request.json --json"],
         json_option, loaded, settings, sampled, talk,
     )  # fmt: skip
@@ -249,7 +268,7 @@ def _parser() -> argparse.ArgumentParser:
 
     fake = add(
         "fake-checkpoint", run_fake_checkpoint, "write a checkpoint with drawn weights in the public layout",
-        ["--preset moe28t --layers 4 --experts 32 --out small", "--preset kimi-k3 --layers 2 --out two --json"],
+        ["--preset nano --out small", "--preset kimi-k3 --layers 2 --experts 8 --out two --json"],
         json_option, settings,
     )  # fmt: skip
     add_fake_checkpoint_options(fake, _positive)

@@ -34,6 +34,8 @@ def run_demo(options: argparse.Namespace) -> int:
     found: dict[str, Any] = {}
 
     _heading(show, "1. A text is continued (its first token takes a while: the model is compiled)")
+    if show and options.model == "nano":
+        print("(nano has five million parameters: it knows the shape of Python, not its sense)", flush=True)
     if show:
         print(harmless(options.prompt, sys.stdout), end="", flush=True)
     text = []
@@ -58,6 +60,8 @@ def run_demo(options: argparse.Namespace) -> int:
     )
     if options.json:
         print(json_text(found))
+    else:
+        print("\nNext: moe28t chat, moe28t --help, and docs/nano.md for what this model can and cannot do.")
     if not sees:
         fail("The picture was left out, since this model has no image tower; load a model that has one.")
     return 0

@@ -49,6 +49,9 @@ def _continue(options: argparse.Namespace) -> int:
     model = load_model(options)
     clock, text, result = Clock(), [], None
     show = not options.json
+    if model.tokenizer is None:
+        fail("This checkpoint folder has no tiktoken.model, so text cannot be read; put that file there.")
+    remark("The first token takes a while: the model is compiled.")
     if show and not options.no_echo:
         print(harmless(prompt, sys.stdout), end="", flush=True)
     for chunk in model.stream(prompt, **sampling(options)):

@@ -93,7 +93,7 @@ CHIPS: Mapping[str, Chip] = {
         _tpu("v6e", "TPU v6e (Trillium)", 1, 31.24, {"bfloat16": 918.0, "int8": 1836.0}, 1638, 800, 100),
         _tpu("tpu7x", "TPU7x (Ironwood)", 2, 94.74, {"bfloat16": 2307.0, "float8": 4614.0}, 7380, 1200, 100),
         _gpu("h100", "NVIDIA H100 SXM 80 GB", 84_978_434_048, _HOPPER, 3350, 900),
-        _gpu("h200", "NVIDIA H200 SXM 141 GB", 150_754_820_096, _HOPPER, 4800, 900),
+        _gpu("h200", "NVIDIA H200 SXM", 150_754_820_096, _HOPPER, 4800, 900),
         _gpu(
             "b200", "NVIDIA B200 SXM 180 GB", 191_500_000_000,
             {"bfloat16": 2250.0, "float8": 4500.0, "float4": 9000.0}, 8000, 1800,

@@ -21,7 +21,7 @@ def plot_plan(plan: Plan, path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError(
-            "--plot needs matplotlib; install it, for example with: pip install 'moe28t-jax[train]'."
+            "--plot needs matplotlib; install it, for example with the extra `notebook`: pip install -e '.[notebook]'."
         ) from None
     plans = [
         make_plan(

@@ -257,7 +257,7 @@ class RemoteStore(Store):
         except ImportError as error:
             package = _PACKAGES.get(scheme, "a package for it")
             raise CheckpointError(
-                f"{address!r} needs {package}, which is not installed; install moe28t-jax[cloud]."
+                f"{address!r} needs {package}, which is not installed; it is in the extra `cloud`."
             ) from error
         except ValueError as error:
             raise CheckpointError(
