@@ -4,6 +4,7 @@ The rest of the policy (warnings are errors, jaxtyping and beartype on both pack
 """
 
 import base64
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -44,6 +45,20 @@ settings.register_profile(
     "explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
+
+
+# Every compiled program holds a few mappings of memory, of which Linux allows a process 65,530; beyond, XLA's compiler
+# crashes. After a module that leaves more than this, programs are given up.
+_MANY_MAPPINGS = 20_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_mappings() -> Iterator[None]:
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > _MANY_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
