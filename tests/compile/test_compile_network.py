@@ -43,10 +43,8 @@ def check(report: dict[str, Any], memory: float | None, exchange: float | None) 
         assert report["loops_of_unknown_length"] == []
         assert report["hbm_bytes_per_step"] <= memory * report["minimum_hbm_bytes_per_step"]
     if report["phase"] == "decode":
-        # Nothing is held twice: temporaries are small beside what stays, but for the caches of a pipeline stage's
-        # microbatch (on v6e 1.18 times the arguments).
-        most = 1.2 if report["mesh"] == "v6e-16x16" else 1.05
-        assert report["peak_bytes_per_device"] <= most * report["argument_bytes_per_device"]
+        # Nothing is held twice: temporaries are small beside what stays.
+        assert report["peak_bytes_per_device"] <= 1.05 * report["argument_bytes_per_device"]
     assert report["all_to_all_bytes_per_step"] > 0
     if exchange is not None:
         assert report["all_to_all_bytes_per_step"] <= exchange * report["minimum_all_to_all_bytes_per_step"]

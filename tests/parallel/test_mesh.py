@@ -179,7 +179,8 @@ def test_mesh_files_are_read_without_jax() -> None:
 
 def test_microbatches_are_dealt_without_moving_rows() -> None:
     """Row r goes to microbatch r mod M, so that every device's run of rows has a part in each."""
-    assert [pipeline.num_microbatches(rows, 4) for rows in (1, 2, 6, 8, 7)] == [1, 2, 3, 4, 1]
+    assert [pipeline.num_microbatches(rows, 4, 2) for rows in (1, 2, 6, 8, 7)] == [1, 2, 3, 4, 1]
+    assert pipeline.num_microbatches(8, 4, 1) == 1
     x = jnp.arange(3 * 8 * 2).reshape(3, 8, 2)
     parts = [pipeline._pick(x, 1, 4, jnp.int32(number)) for number in range(4)]
     for number, part in enumerate(parts):

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NoReturn
 
 from moe28t_jax import __version__
 from moe28t_jax.cli.chat import EFFORTS, run_chat
@@ -56,19 +55,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _ended("It was interrupted.", 130)
 
 
-def _refuse(parser: argparse.ArgumentParser, command: str | None, unknown: Sequence[str]) -> NoReturn:
+def _refuse(parser: argparse.ArgumentParser, command: str | None, unknown: Sequence[str]) -> None:
     """End with the usage of the command itself and, for an option, the one that was probably meant."""
+    asked: argparse.ArgumentParser = parser
     for action in parser._actions:
         if command is not None and isinstance(action, argparse._SubParsersAction):
-            parser = action.choices[command]
+            asked = action.choices[command]
     option = unknown[0].partition("=")[0]
     near = (
-        difflib.get_close_matches(option, parser._option_string_actions, 1, 0.75)
+        difflib.get_close_matches(option, asked._option_string_actions, 1, 0.75)
         if option.startswith("-")
         else []
     )
-    meant = f"; did you mean {near[0]}?" if near else f"; {parser.prog} --help lists what it takes."
-    parser.error(f"it does not know {unknown[0]!r}{meant}")
+    meant = f"; did you mean {near[0]}?" if near else f"; {asked.prog} --help lists what it takes."
+    asked.error(f"it does not know {unknown[0]!r}{meant}")
 
 
 def _kernels(name: str | None) -> AbstractContextManager[None]:

@@ -24,9 +24,11 @@ from moe28t_jax.parallel.rules import batch_layout, constrain
 STAGE = "stage"
 
 
-def num_microbatches(rows: int, stages: int) -> int:
-    """As many microbatches as stages, or the most below that divide the rows of a device: in decoding each one reads
-    all weights."""
+def num_microbatches(rows: int, stages: int, tokens: int) -> int:
+    """One in decoding, where a second one would read all weights again and copy the caches of its rows out and back;
+    otherwise as many as stages, or the most below that divide the rows of a device."""
+    if tokens == 1:
+        return 1
     return max(count for count in range(1, stages + 1) if rows % count == 0)
 
 
@@ -73,7 +75,7 @@ def pipeline_segment(
         )
     flags = block_starts(segment, config)
     local = segment.repeats // stages
-    count = num_microbatches(batch // where.size(where.rows), stages)
+    count = num_microbatches(batch // where.size(where.rows), stages, stream.partial_BTD.shape[1])
     residual = config.residual_block_size is not None
     before = len(stream.snapshots)
     # The stage that completes each new snapshot, in their order.

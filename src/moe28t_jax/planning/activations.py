@@ -48,7 +48,10 @@ def activation_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work) -
         if stage is not None
     )
     if work.phase != "train":
-        return live + _moved_weights(config, axes, work.lanes) + PROGRAM_BYTES
+        moved = _moved_weights(config, axes, work.lanes)
+        # Around the loop over a pipeline's turns as well as in it; the one program that was read (v6e-16x16) writes the
+        # indexer's weights and the convolution windows there, 25 MB, and holds 38 MB more than this without them.
+        return live + moved * (1 if axes["stage"] == 1 else 2) + PROGRAM_BYTES
     stream = work.tokens * config.hidden_size * ACTIVATION_BYTES
     kept = own.num_layers * min(axes["stage"], work.microbatches)
     if alike is not None:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.planning.activations import ACTIVATION_BYTES, FLOAT32, activation_bytes, ceil_div
-from moe28t_jax.planning.inventory import DIVISIONS, Division, LayerKind, Stage, held, stages
+from moe28t_jax.planning.inventory import DIVISIONS, Division, LayerKind, Stage, held
 
 Phase = Literal["prefill", "decode", "train"]
 Rows = Literal["batch", "context"]
@@ -106,7 +106,7 @@ def divide_work(
     """Rows and tokens of the busiest device. `spread`: whether `expert` carries rows or the tokens of long rows; for
     decode see `decode_spread`, a prefill chunk is always divided by tokens, and training by rows. Rows that `data` does
     not divide are repeated over it."""
-    data, stage, expert, context_axis = (axes[axis] for axis in ("data", "stage", "expert", "context"))
+    data, expert, context_axis = (axes[axis] for axis in ("data", "expert", "context"))
     as_rows, as_tokens = (expert, 1) if spread == "batch" else (1, expert)
     if phase != "train" and batch % data:
         data = 1
@@ -114,9 +114,8 @@ def divide_work(
     cached = ceil_div(context, context_axis * as_tokens)
     microbatches = 1
     if phase == "decode":
-        # Stages work on different rows of a device at the same time.
-        microbatches = min(stage, rows)
-        tokens = head_rows = ceil_div(rows, microbatches)
+        # One microbatch, whatever the stages: see `model.pipeline.num_microbatches`.
+        tokens = head_rows = rows
         group = min(tokens * as_rows, ceil_div(batch, data))
         step_tokens = batch
     elif phase == "prefill":
@@ -257,9 +256,4 @@ def device_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work, limit
     stage = held(config, axes["stage"])
     state = optimizer_bytes(stage, axes) if work.phase == "train" else cache_bytes(config, stage, axes, work)
     weights = sum(weight_bytes(stage, axes).values())
-    activations = activation_bytes(config, axes, work)
-    if work.phase == "decode" and work.microbatches > 1:
-        # A pipeline stage takes the rows that it works on out of the caches of its layers, and puts them back.
-        own, _ = stages(config, axes["stage"])
-        activations += cache_bytes(config, own, axes, work) // work.microbatches
-    return DeviceBytes(weights, state, activations, limit)
+    return DeviceBytes(weights, state, activation_bytes(config, axes, work), limit)
