@@ -202,7 +202,7 @@ def test_absent_stores(address: str, message: str) -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(CheckpointError, match=r"'gs://bucket/x' needs gcsfs, .* install moe28t-jax\[cloud\]"):
+    with pytest.raises(CheckpointError, match=r"'gs://bucket/x' needs gcsfs, .* in the extra `cloud`"):
         stream_parameters("gs://bucket/x")
 
 

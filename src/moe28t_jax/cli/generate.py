@@ -51,7 +51,8 @@ def _continue(options: argparse.Namespace) -> int:
     show = not options.json
     if model.tokenizer is None:
         fail("This checkpoint folder has no tiktoken.model, so text cannot be read; put that file there.")
-    remark("The first token takes a while: the model is compiled.")
+    if sys.stderr.isatty():
+        remark("The first token takes a while: the model is compiled.")
     if show and not options.no_echo:
         print(harmless(prompt, sys.stdout), end="", flush=True)
     for chunk in model.stream(prompt, **sampling(options)):
