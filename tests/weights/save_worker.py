@@ -80,6 +80,7 @@ save_orbax(target, parameters, config, extra_files=[extra] if process == 0 else 
 if process == 0:
     extra.unlink()
 attempt("saved", asynchronous=True)
+attempt("pattern", target.with_name("run[1]*"))
 
 
 def full(folder, item, values, *others):

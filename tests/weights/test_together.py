@@ -162,7 +162,7 @@ def test_processes_save_together(data: Path, tmp_path: Path) -> None:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     source = data / "k31_tiny_mxfp4"
-    target = tmp_path / "run[1]*"
+    target = tmp_path / "run1"
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("dear")
     workers = [
@@ -184,7 +184,7 @@ def test_processes_save_together(data: Path, tmp_path: Path) -> None:
     finally:
         for worker in workers:
             worker.kill()
-    names = ["saved", "full", "home", "locked", "apart", "again"]
+    names = ["saved", "pattern", "full", "home", "locked", "apart", "again"]
     assert [[one["name"] for one in output] for output in outputs] == [names, names]
     first, second = ({one["name"]: one["error"] for one in output} for output in outputs)
     assert (
@@ -193,6 +193,8 @@ def test_processes_save_together(data: Path, tmp_path: Path) -> None:
         and first["again"] is None
         and second["again"] is None
     )
+    assert "has [ and ] and * in its path" in first["pattern"]
+    assert "process 0 failed: CheckpointError" in second["pattern"]
     assert "process 1 failed: OSError: [Errno 28] No space left on device" in first["full"]
     assert second["full"] == "OSError: [Errno 28] No space left on device"
     assert "no checkpoint to replace" in first["home"] and "process 0 failed: Check" in second["home"]
@@ -201,7 +203,7 @@ def test_processes_save_together(data: Path, tmp_path: Path) -> None:
     )
     assert "save to a folder that all processes share" in first["apart"]
     assert "is not seen by process 0" in second["apart"]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["apart", "home", "run[1]*"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["apart", "home", "run1"]
     assert (target / "notes.txt").read_text() == "of process 0"
     expected, _ = load_parameters(source, stacked=True)
     wanted = dict(jax.tree_util.tree_leaves_with_path(expected))

@@ -139,6 +139,12 @@ def save_orbax(
         }
         if together.is_first:
             check_target(folder)
+            if not together.alone and (found := [each for each in "[]*?" if each in str(folder.absolute())]):
+                # Orbax looks for the parts of the processes by a pattern that it makes of the path.
+                raise CheckpointError(
+                    f"{str(folder)!r} has {' and '.join(found)} in its path, in which Orbax cannot put together what "
+                    "several processes write; save to a path without."
+                )
             _check_extras(extras)
     except Exception as error:
         if together.alone:
