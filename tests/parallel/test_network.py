@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 TOLERANCE = {"float32": 2e-4, "float64": 1e-9}
-# A gradient is a sum over all tokens.
-GRADIENT_TOLERANCE = {"float32": 2e-3, "float64": 1e-8}
+# A gradient is a sum over all tokens. In float32 two pipeline stages were measured at 2.7e-3, by rounding alone: in
+# float64 the same case agrees to 1e-8.
+GRADIENT_TOLERANCE = {"float32": 4e-3, "float64": 1e-8}
 WORKER = "network_workers.py:compare"
 
 SINGLE = [{"data": 4}, {"expert": 8}, {"tensor": 4}, {"context": 4}]
