@@ -18,7 +18,8 @@ from pallas_kernels.sparse_attention._gpu_rows import CHANNELS, Options
 from pallas_kernels.sparse_attention.api import merge
 
 
-def _run(
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6))
+def _attention(
     options: Options,
     q_BQHC: Array,
     kv_latent: Array,
@@ -46,19 +47,6 @@ def _run(
             o, logsumexp = merge(o, logsumexp)
     o_BQHV = o.reshape(*lead, -1)[..., :value_dim].astype(q_BQHC.dtype)
     return o_BQHV, logsumexp.reshape(lead)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6))
-def _attention(
-    options: Options,
-    q_BQHC: Array,
-    kv_latent: Array,
-    rows_BQN: Array,
-    exists_BQN: Array,
-    paged: bool,
-    tensor: bool,
-) -> tuple[Array, Array]:
-    return _run(options, q_BQHC, kv_latent, rows_BQN, exists_BQN, paged, tensor)
 
 
 def _forward(
