@@ -1,7 +1,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench lock clean
+.PHONY: help demo dev test test-all lint bench lock clean
 
 LOCKS := requirements/build.txt pyproject.toml scripts/bootstrap.sh
 BIN := .venv/bin
@@ -23,6 +23,8 @@ help: ## list the commands
 
 demo: .venv/.installed-core ## the shipped checkpoint continues PROMPT="...", sees a picture, uses a tool
 	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/moe28t demo --prompt "$$DEMO_PROMPT"
+
+dev: .venv/.installed-dev ## install into .venv what notebooks, plots, tests and lint need too
 
 test: .venv/.installed-dev ## run the tests, without the slow ones
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(PYTEST_ARGUMENTS)

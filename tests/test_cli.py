@@ -3,6 +3,9 @@
 import io
 import json
 import shutil
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -306,7 +309,13 @@ def test_help_version_and_usage_errors(capsys) -> None:
         main(["--version"])
     assert stopped.value.code == 0 and capsys.readouterr().out == f"moe28t {__version__}\n"
     for arguments, part in (
-        (["fly"], "invalid choice: 'fly'"),
+        (["fly"], "there is no command 'fly'; it has: generate, chat,"),
+        (["genrate"], "there is no command 'genrate'; did you mean generate?"),
+        (
+            ["--json", "inspect"],
+            "moe28t inspect: error: --json goes behind the command: moe28t inspect --json",
+        ),
+        (["licence", "x", "--revenue", "-5"], "--revenue: -5 is not an amount from 0 on"),
         (["generate", "--max-new-tokens", "0"], "0 is not a positive whole number"),
         (["generate", "--max-new-tokens", "many"], "'many'"),
         (["convert", "a"], "target"),
@@ -316,6 +325,17 @@ def test_help_version_and_usage_errors(capsys) -> None:
             main(arguments)
         assert stopped.value.code == 2
         assert part in capsys.readouterr().err
+
+
+def test_who_reads_no_further_is_not_complained_to() -> None:
+    script = "import sys; from moe28t_jax.cli import main; sys.exit(main(['inspect', 'moe28t', '--json']))"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + signal.SIGPIPE
 
 
 def test_a_failing_disk_ends_with_status_1(capsys, folder, monkeypatch) -> None:

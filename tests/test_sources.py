@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import jax
@@ -13,10 +14,11 @@ import pytest
 import moe28t_jax as m
 from moe28t_jax import parallel
 from moe28t_jax.cli import main
+from moe28t_jax.config import shipped_folder
 from moe28t_jax.config.declaration import declare_layer
 from moe28t_jax.planning import LicenceError, accept, check_licence, licence_hash, require_licence
-from moe28t_jax.sources import mesh_rule, resolve, shipped_folder
-from moe28t_jax.weights import convert_to_orbax, load_orbax_layer
+from moe28t_jax.sources import mesh_rule, resolve
+from moe28t_jax.weights import convert_to_orbax, load_orbax_layer, stream_parameters
 
 IDS = [[5, 6, 7, 8], [9, 10, 11, 12]]
 
@@ -47,6 +49,31 @@ def test_an_address(small_checkpoint: Path, logits: np.ndarray, tmp_path: Path) 
     fsspec.filesystem("memory").pipe_file("/bucket/small/config.json", b"{")
     with pytest.raises(m.CheckpointError, match=r"bucket/small/config.json' is not valid JSON"):
         m.load(address)
+
+
+def test_a_cache_is_for_object_stores(small_checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cache is '.*/cache', which keeps what an object store sent"):
+        m.load(small_checkpoint, cache=tmp_path / "cache")
+
+
+def test_an_accelerator_is_filled_slice_by_slice(
+    small_checkpoint: Path, logits: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that holds a whole stack of experts, as loading to a CPU does, may not be large enough for one."""
+    source, config = resolve(str(small_checkpoint)), m.load(small_checkpoint).config
+    expected, _ = source.parameters(config, np.dtype("float32"), stacked=True)
+    used, devices = [], jax.devices
+
+    def stream(*arguments, **keywords):
+        monkeypatch.setattr(jax, "devices", devices)
+        used.append(keywords["sharding"])
+        return stream_parameters(*arguments, fill="device", **keywords)
+
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="tpu")])
+    monkeypatch.setattr("moe28t_jax.sources.stream_parameters", stream)
+    found, _ = source.parameters(config, np.dtype("float32"), stacked=True)
+    assert used == [None]
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_commands_take_addresses(

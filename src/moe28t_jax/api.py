@@ -33,7 +33,6 @@ from moe28t_jax.parallel.formats import device_layout, mesh_layout
 from moe28t_jax.parallel.mesh import check_mesh
 from moe28t_jax.planning.licence import LicenceResult
 from moe28t_jax.sources import TOKENIZER_FILE, resolve
-from moe28t_jax.sources import shipped_folder as shipped_folder
 
 TEXT_TOKENS = 256
 CONVERSATION_TOKENS = 4096

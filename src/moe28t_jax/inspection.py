@@ -91,7 +91,9 @@ class ModelReport:
             values = (layer.total, layer.active, layer.stored_bytes)
             layers.add_row(str(layer.layer), layer.attention, layer.mlp, *(f"{value:,}" for value in values))
         console.print(layers)
-        if tensors:
+        if tensors and not self.tensors:
+            print(f"{self.name} stores no tensors: it is a configuration without weights.")
+        elif tensors:
             # Plain lines: a terminal may wrap them, but no name is cut and each can be searched for.
             lines = [
                 (t.dtype, " x ".join(map(str, t.shape)), f"{t.nbytes:,}", t.shard, t.name)

@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.progress import Progress
 
 from moe28t_jax.chat import Tokenizer
-from moe28t_jax.config import PRESETS, ModelConfig, Parameter
+from moe28t_jax.config import PRESETS, ModelConfig, Parameter, shipped_folder
 from moe28t_jax.model.parameters import Parameters, abstract
 from moe28t_jax.parallel.sharding import parameter_shardings
-from moe28t_jax.planning.licence import LicenceResult, admit, is_licence_name, read_licences
+from moe28t_jax.planning.licence import (
+    LicenceResult,
+    admit,
+    decode_licence,
+    is_licence_name,
+    read_licences,
+)
 from moe28t_jax.weights import CheckpointError, is_orbax, load_orbax, load_parameters, stream_parameters
 from moe28t_jax.weights.save import leaf_table
 from moe28t_jax.weights.store import RemoteStore, is_remote
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor
 
 TOKENIZER_FILE = "tiktoken.model"
-
-
-def shipped_folder(name: str) -> Path:
-    """Folder of a checkpoint that comes with the package."""
-    return Path(str(resources.files("moe28t_jax"))) / name
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,7 @@ class Source:
 
     def _text(self, name: str) -> str:
         assert self.store is not None
-        try:
-            return self.store.read_file(name, 1 << 20).decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(
-                f"{self.store.location(name)!r} is not UTF-8 text (byte {error.start}); convert it first."
-            ) from None
+        return decode_licence(self.store.read_file(name, 1 << 20), self.store.location(name))
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer beside the weights, if there is one."""
@@ -111,8 +106,16 @@ class Source:
         layout: str | None = None,
     ) -> tuple[Parameters, ModelConfig]:
         """The weights: on one device, or as the rules lay them over a mesh; then, and from a store, each process reads
-        what its devices hold. `layout` is that of packed experts (None: as an Orbax checkpoint has them, elsewhere
-        packed_kn)."""
+        what its devices hold. An accelerator's arrays are filled slice by slice, so that the host never holds a stack
+        of them. `layout` is that of packed experts (None: as an Orbax checkpoint has them, elsewhere packed_kn).
+
+        Raises ValueError for a `cache` of files that lie here already, and for one file to be laid over a mesh.
+        """
+        if cache is not None and self.store is None:
+            raise ValueError(
+                f"cache is {str(cache)!r}, which keeps what an object store sent, and {self.text!r} lies on this "
+                "machine; leave it out."
+            )
         rule = None if mesh is None else mesh_rule(config, mesh, stacked)
         if self.path is not None and is_orbax(self.path):
             return load_orbax(
@@ -125,7 +128,8 @@ class Source:
                 vision=vision,
                 progress=progress,
             )
-        if self.path is not None and rule is None:
+        on_cpu = jax.devices()[0].platform == "cpu"
+        if self.path is not None and rule is None and (on_cpu or not self.path.is_dir()):
             return load_parameters(
                 self.path, config, dtype, stacked, layout or "packed_kn", progress=progress, vision=vision
             )

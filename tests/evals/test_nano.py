@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import moe28t_jax as m
-from moe28t_jax.api import shipped_folder
+from moe28t_jax.config import shipped_folder
 from moe28t_jax.evals import score_texts
 from moe28t_jax.training.nano.corpus import load_corpus
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor

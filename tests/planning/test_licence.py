@@ -20,7 +20,7 @@ from moe28t_jax.planning import (
     licence_hash,
     require_licence,
 )
-from moe28t_jax.planning.licence import acceptance_file, check_text, find_licences
+from moe28t_jax.planning.licence import acceptance_file, admit, check_text, find_licences, read_licences
 
 TEXTS = Path(__file__).parent / "licences"
 K3 = (TEXTS / "kimi_k3.txt").read_text("utf-8")
@@ -148,6 +148,10 @@ def test_an_altered_text_is_unknown(old: str, new: str) -> None:
         "Copyright (c) 2026 Acme - non-commercial",
         "Copyright (c) 2026 Acme, individuals and companies below 5 employees can use it",
         "COPYRIGHT (C) 2026 ACME, REDISTRIBUTION PROHIBITED",
+        "Copyright (c) 2025 Acme, display Acme logo in apps, attribution mandatory",
+        "Copyright (c) 2025 Acme, EU barred",
+        "Copyright (c) 2025 Acme, teaching and research",
+        "COPYRIGHT (C) 2025 ACME OF EUROPE, TEACHING AND RESEARCH",
     ],
 )
 def test_terms_on_the_line_of_the_holder_are_noticed(line: str) -> None:
@@ -166,6 +170,8 @@ def test_terms_on_the_line_of_the_holder_are_noticed(line: str) -> None:
         "Copyright (c) 2018- The Hugging Face team. All rights reserved.",
         "Copyright (c) 2024 University of California, Berkeley <office@example.edu>",
         "copyright (c) 2025 01.ai and contributors",
+        "Copyright (c) 2023 karpathy",
+        "Copyright (c) 2024 Jane van der Berg, John Smith and the Example team",
     ],
 )
 def test_any_holder_may_give_a_licence(line: str) -> None:
@@ -211,6 +217,31 @@ def test_a_folder_is_judged_by_its_strictest_file(tmp_path: Path) -> None:
     assert check_licence(both, LARGE_MAAS).status == "agreement"
     (both / "COPYING").write_text("Do as you are told.", encoding="utf-8")
     assert check_licence(both).status == "unknown"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["MODEL_LICENSE", "MODEL_LICENSE.txt", "Kimi-K3-LICENSE", "LICENSE AGREEMENT.txt", "EULA.txt", "LICENSE_KIMI.html",
+     "USE_POLICY.md", "Terms of Use.md", "third-party.licenses.txt", "LICENSE-MODEL.pdf"],
+)  # fmt: skip
+def test_terms_are_found_by_their_names(name: str, tmp_path: Path) -> None:
+    path = folder(tmp_path / "model")
+    # Not UTF-8 where it is a document, which cannot be read: its hash is still one to accept.
+    (path / name).write_bytes(b"%PDF \xff\xfe" if name.endswith("pdf") else b"Ask first.")
+    result = check_licence(path)
+    assert (result.status, result.path) == ("unknown", str(path / name))
+    with pytest.raises(LicenceError, match=re.escape(name)):
+        admit("model", read_licences(path))
+    admit("model", read_licences(path), accepted=result.sha256)
+
+
+@pytest.mark.parametrize(
+    "name", ["license_plates.py", "licensed.json", "long_terms.json", "determs.txt", "policy.md"]
+)
+def test_other_files_are_no_licences(name: str, tmp_path: Path) -> None:
+    path = folder(tmp_path / "model")
+    (path / name).touch()
+    assert find_licences(path) == ()
 
 
 def test_unknown_weights_are_loaded_only_after_acceptance(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,8 +27,11 @@ from moe28t_jax.weights import (
     describe,
     load_parameters,
     save_parameters,
+    write_checksums,
 )
+from moe28t_jax.weights.checksums import CHECKSUM_FILE
 from moe28t_jax.weights.publish import publish
+from moe28t_jax.weights.safetensors import SafetensorsFile
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor
 
 EXPERT = "language_model.model.layers.1.block_sparse_moe.experts.0.w1.weight"
@@ -234,6 +238,46 @@ def test_shards_and_other_files_are_kept(folder: Callable, data: Path, tmp_path:
     load_parameters(tmp_path / "a")
     convert(tmp_path / "a", tmp_path / "c", to="bfloat16")
     load_parameters(tmp_path / "c")
+
+
+def test_a_conversion_compares_checksums_and_writes_its_own(
+    folder: Callable, data: Path, tmp_path: Path
+) -> None:
+    path = folder("k3_tiny_bf16").write_shards(2)
+    write_checksums(path)
+    convert(path, tmp_path / "packed")
+    convert(tmp_path / "packed", tmp_path / "wide", to="bfloat16")
+    for made in ("packed", "wide"):
+        written = (tmp_path / made / CHECKSUM_FILE).read_bytes()
+        write_checksums(tmp_path / made)
+        assert (tmp_path / made / CHECKSUM_FILE).read_bytes() == written
+    # One bit of a dense weight, of an expert, and of a packed expert's scales.
+    for source, name, to in (
+        (path, "self_attn.q_proj.weight", "mxfp4"),
+        (path, "experts.3.w3.weight", "mxfp4"),
+        (tmp_path / "packed", "experts.3.w3.weight_scale", "bfloat16"),
+    ):
+        found, file = next(
+            (tensor, file)
+            for file in sorted(source.glob("*.safetensors"))
+            for tensor in SafetensorsFile(file).entries
+            if tensor.endswith(name)
+        )
+        flip_bit(file, found)
+        with pytest.raises(CheckpointError, match=rf"{re.escape(found)}.*CRC-32.*damaged"):
+            convert(source, tmp_path / "x", to=to)
+        assert not (tmp_path / "x").exists()
+        flip_bit(file, found)
+
+
+def flip_bit(file: Path, tensor: str) -> None:
+    """Of a tensor's first byte."""
+    with file.open("r+b") as stream:
+        place = 8 + int.from_bytes(stream.read(8), "little") + SafetensorsFile(file).entries[tensor].start
+        stream.seek(place)
+        value = stream.read(1)[0]
+        stream.seek(place)
+        stream.write(bytes([value ^ 1]))
 
 
 def test_refused_conversions(folder: Callable, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -32,7 +34,9 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; a user's mistake ends in one sentence on standard error and exit status 2."""
     parser = _parser()
-    options, unknown = parser.parse_known_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    _check_command(parser, words)
+    options, unknown = parser.parse_known_args(words)
     if unknown:
         _refuse(parser, options.command, unknown)
     if options.command is None:
@@ -40,7 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         with _kernels(getattr(options, "kernels", None)):
-            return options.run(options)
+            status = options.run(options)
+        # What is still held back fails here, where it is answered.
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Who read the output has ended, such as `head`. Nothing is left to say, also when Python closes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (ValueError, NotImplementedError, FileNotFoundError, PermissionError, IsADirectoryError) as error:
         return _failed(options, _sentence(error), 2)
     except (OSError, FloatingPointError, HostError) as error:
@@ -55,13 +66,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _ended("It was interrupted.", 130)
 
 
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    [action] = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    return action.choices
+
+
+def _check_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """End with the command that was probably meant, where the first word is none."""
+    commands = _commands(parser)
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        near = difflib.get_close_matches(words[0], commands, 1)
+        meant = f"did you mean {near[0]}?" if near else f"it has: {', '.join(commands)}."
+        parser.error(f"there is no command {words[0]!r}; {meant}")
+
+
 def _refuse(parser: argparse.ArgumentParser, command: str | None, unknown: Sequence[str]) -> None:
     """End with the usage of the command itself and, for an option, the one that was probably meant."""
-    asked: argparse.ArgumentParser = parser
-    for action in parser._actions:
-        if command is not None and isinstance(action, argparse._SubParsersAction):
-            asked = action.choices[command]
+    asked = parser if command is None else _commands(parser)[command]
     option = unknown[0].partition("=")[0]
+    if option in asked._option_string_actions:
+        asked.error(f"{option} goes behind the command: {asked.prog} {option}")
     near = (
         difflib.get_close_matches(option, asked._option_string_actions, 1, 0.75)
         if option.startswith("-")
@@ -74,7 +98,7 @@ def _refuse(parser: argparse.ArgumentParser, command: str | None, unknown: Seque
 def _kernels(name: str | None) -> AbstractContextManager[None]:
     if name is None:
         return nullcontext()
-    from pallas_kernels._dispatch import prefer
+    from pallas_kernels import prefer
 
     return prefer(name)
 

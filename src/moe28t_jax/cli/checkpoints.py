@@ -53,7 +53,7 @@ def run_convert(options: argparse.Namespace) -> int:
 
     source, options.target = _folder(options.source, "SOURCE"), _folder(options.target, "TARGET")
     if options.source == "nano" and not source.exists():
-        from moe28t_jax.api import shipped_folder
+        from moe28t_jax.config import shipped_folder
 
         source = shipped_folder("nano")
     if options.target.resolve() != source.resolve():

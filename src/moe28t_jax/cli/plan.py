@@ -62,7 +62,7 @@ def run_licence(options: argparse.Namespace) -> int:
 
         texts = resolve(path).licence_texts()
     elif path == "nano" and not Path(path).exists():
-        from moe28t_jax.api import shipped_folder
+        from moe28t_jax.config import shipped_folder
 
         path = shipped_folder("nano")
     if options.accept is not None:
@@ -80,8 +80,13 @@ def run_licence(options: argparse.Namespace) -> int:
             "ok": "allowed", "attribution": "allowed, with attribution",
             "agreement": "an agreement with the licensor is needed first", "unknown": "unknown licence",
         }  # fmt: skip
-        print(f"{result.path}: {result.name or 'no known licence'}: {words[result.status]}")
-        for reason in result.reasons:
+        word = (
+            words[result.status]
+            if not result.accepted
+            else f"{words[result.status]}; you accepted it by its hash"
+        )
+        print(f"{result.path}: {result.name or 'no known licence'}: {word}")
+        for reason in () if result.accepted and result.name is None else result.reasons:
             print(f"  {reason}")
         print(f"  sha256 of the normalised text: {result.sha256}{' (accepted)' if result.accepted else ''}")
         if not result.allowed:
@@ -125,6 +130,20 @@ def add_plan_options(command: argparse.ArgumentParser, positive: Any) -> None:
     )
 
 
+def _amount(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not an amount from 0 on")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
+    return value
+
+
 def add_licence_options(command: argparse.ArgumentParser) -> None:
     """The options of `moe28t licence`."""
     command.add_argument("path", help="checkpoint folder or address, a licence file, or nano")
@@ -141,18 +160,22 @@ def add_licence_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--revenue",
-        type=float,
+        type=_amount,
         default=0.0,
         metavar="USD",
         help="of you and affiliates in any 12 months; default 0",
     )
     command.add_argument(
         "--monthly-revenue",
-        type=float,
+        type=_amount,
         default=0.0,
         metavar="USD",
         help="of the product that uses it; default 0",
     )
     command.add_argument(
-        "--monthly-users", type=int, default=0, metavar="COUNT", help="of the product that uses it; default 0"
+        "--monthly-users",
+        type=_count,
+        default=0,
+        metavar="COUNT",
+        help="of the product that uses it; default 0",
     )

@@ -21,6 +21,7 @@ from moe28t_jax.config.model_config import (
 )
 from moe28t_jax.config.presets import PRESETS
 from moe28t_jax.config.segments import Segment, segments
+from moe28t_jax.config.shipped import shipped_folder
 from moe28t_jax.config.slices import slice_config
 
 __all__ = [
@@ -44,5 +45,6 @@ __all__ = [
     "declare_layer",
     "declare_vision",
     "segments",
+    "shipped_folder",
     "slice_config",
 ]

@@ -113,6 +113,9 @@ class MoEConfig:
         return self.num_shared_experts * self.intermediate_size
 
 
+_KINDS = {bool: "true or false,", int: "a whole number", float: "a number", str: "a word"}
+
+
 def _of_same_type(name: str, current: Any, value: Any) -> Any:
     """The value, if it is of the field's kind: numbers, flags and words stay what they are, sections too."""
     if value is None or current is None:
@@ -122,7 +125,10 @@ def _of_same_type(name: str, current: Any, value: Any) -> Any:
     simple = isinstance(current, (bool, int, float, str))
     fits = isinstance(value, type(current)) and isinstance(value, bool) == isinstance(current, bool)
     if (simple or is_dataclass(current)) and not fits:
-        kind = f"a value like {current!r}" if simple else "a section; set its fields"
+        section = (
+            ", ".join(f"{name}.{each.name}" for each in fields(current)) if is_dataclass(current) else ""
+        )
+        kind = _KINDS[type(current)] + f" like {current!r}" if simple else f"a section; set one of {section}"
         raise ValueError(f"The override {name!r} is {value!r}, but the field is {kind}.")
     return value
 
@@ -240,9 +246,12 @@ class ModelConfig:
                     or isinstance(section, type)
                     or rest not in {f.name for f in fields(section)}
                 ):
-                    raise ValueError(
-                        f"The configuration has no field {name!r}; section {head!r} is {section!r}."
+                    has = (
+                        f"has: {', '.join(each.name for each in fields(section))}"
+                        if is_dataclass(section)
+                        else f"is {section!r}"
                     )
+                    raise ValueError(f"The configuration has no field {name!r}; {head!r} {has}.")
                 value = replace(section, **{rest: _of_same_type(name, getattr(section, rest), value)})
             else:
                 value = _of_same_type(name, getattr(self, head), value)

@@ -103,7 +103,7 @@ CHIPS: Mapping[str, Chip] = {
             {"bfloat16": 2500.0, "float8": 5000.0, "float4": 10000.0}, 8000, 1800, domain=72,
         ),
         # Virtual devices of one host, for tests: nominal figures of a small part of a server, not of any machine.
-        Chip("cpu", "virtual CPU device", 1, 2 * GIB, {"bfloat16": 25e9, "float32": 35e9}, 5e9, 1e9, 1e9, "switch", 64),
+        Chip("cpu", "nominal CPU device", 1, 2 * GIB, {"bfloat16": 25e9, "float32": 35e9}, 5e9, 1e9, 1e9, "switch", 64),
     )
 }  # fmt: skip
 """Known chips by kind, the word that mesh files and `--chips` use."""

@@ -180,15 +180,36 @@ def check_text(text: str, profile: UsageProfile | None = None, path: str = "") -
 
 
 def find_licences(folder: Path) -> tuple[Path, ...]:
-    """Files of a folder that are licences by their name (LICENSE, LICENSE-MODEL.txt, LICENCE.kimi, COPYING), sorted."""
+    """Files of a folder that are licences by their name (LICENSE, MODEL_LICENSE.md, LICENCE.kimi, EULA.pdf), sorted."""
     return tuple(sorted(file for file in folder.iterdir() if file.is_file() and is_licence_name(file.name)))
+
+
+_DOCUMENTS = (".pdf", ".docx", ".doc", ".rtf", ".odt")
+_TEXTS = ("", ".txt", ".md", ".rst", ".html", ".htm", *_DOCUMENTS)
+_LICENCE_WORD = re.compile(
+    r"(?:^|[-_. ])(?:licen[cs]es?|copying|eula|terms(?:[-_ ]of[-_ ]use)?|use[-_]policy)(?=[-_. ]|$)"
+)
 
 
 def is_licence_name(name: str) -> bool:
     """Whether a file's name says that it is a licence."""
-    match = re.fullmatch(r"(?:licen[cs]e|copying)((?:[-_][^.]*)?)((?:\.[^.]*)*)", name.casefold())
+    name = name.casefold()
+    stem, dot, ending = name.partition(".")
     # `license_plates.py` is a program, `LICENSE.kimi` a licence.
-    return match is not None and (not match[1] or match[2] in ("", ".txt", ".md", ".rst"))
+    if stem in ("license", "licence", "copying"):
+        return True
+    return _LICENCE_WORD.search(name) is not None and (dot + ending.rpartition(".")[2]) in _TEXTS
+
+
+def decode_licence(content: bytes, where: str) -> str:
+    """A licence file as text. Of a document that is none (PDF, Word) what stands there for its hash, which is unknown
+    and may be accepted. Raises ValueError for another file that is not UTF-8."""
+    if where.casefold().endswith(_DOCUMENTS):
+        return content.decode("utf-8", "surrogateescape")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where!r} is not UTF-8 text (byte {error.start}); convert it first.") from None
 
 
 def read_licences(folder: Path) -> dict[str, str]:
@@ -277,7 +298,7 @@ def _check_all(
         digest = hashlib.sha256(config.read_bytes()).hexdigest()
         reason = (
             "The folder holds no licence file; find out what its weights are under, then accept the hash of its "
-            "config.json."
+            "config.json. (Loading does not ask for it, as with a folder that one has written oneself.)"
         )
         return [LicenceResult("unknown", None, digest, digest in accepted_hashes(), (reason,), str(config))]
     if not source.exists():
@@ -292,10 +313,7 @@ def _read(path: Path) -> str:
         raise ValueError(
             f"{str(path)!r} is no licence text: it is not a plain file of at most {_LARGEST_FILE} bytes."
         )
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is not UTF-8 text (byte {error.start}); convert it first.") from None
+    return decode_licence(path.read_bytes(), str(path))
 
 
 # -- acceptance ------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def plot_plan(plan: Plan, path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError(
-            "--plot needs matplotlib; install it, for example with the extra `notebook`: pip install -e '.[notebook]'."
+            "--plot needs matplotlib; install it: `make dev` in a copy of the repository, or the extra `notebook`."
         ) from None
     plans = [
         make_plan(

@@ -30,6 +30,11 @@ def load_prices(path: str | Path | None = None) -> Prices:
     shown = str(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"There is no price table {shown!r}; copy {str(resources.files('moe28t_jax.planning') / 'prices.toml')!r} "
+            "and write your prices into it."
+        ) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"The price table {shown!r} is not UTF-8 text (byte {error.start}).") from None
     return _parse(shown, text)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +14,7 @@ import numpy as np
 from rich.progress import Progress
 
 from moe28t_jax.weights.checkpoint import CONFIG_FILE, SINGLE_FILE, Checkpoint
+from moe28t_jax.weights.checksums import check_value, read_checksums, write_checksum_file
 from moe28t_jax.weights.errors import CheckpointError
 from moe28t_jax.weights.matching import BLOCK, NAN_SCALE, check_scale, match
 from moe28t_jax.weights.publish import (
@@ -40,12 +43,13 @@ def convert(
     Only routed experts change; every other tensor, and an expert already in the wanted form, keeps its bytes.
     Quantising follows the public compressed-tensors rule (the `quantize` of `pallas_kernels.mxfp4_matmul`);
     dequantising is exact in bfloat16. config.json is rewritten with or without its `quantization_config`;
-    files that are not weights (tokenizer, licence) are copied.
+    files that are not weights (tokenizer, licence) are copied. Where checksums lie beside the source, every tensor
+    is compared with its own before it is converted, and those of the target are written beside it.
 
     Shards keep their names and are finished one by one in a hidden folder beside the target: an interrupted
     conversion goes on with the first unfinished shard when it is run again, and the target appears, or is
     replaced, at the end in one step. Raises CheckpointError for a source that does not match its
-    configuration, a weight that is not finite, a NaN scale byte, or a target that is the source or no
+    configuration or its checksums, a weight that is not finite, a NaN scale byte, or a target that is the source or no
     checkpoint.
     """
     if to not in ("mxfp4", "bfloat16"):
@@ -72,6 +76,8 @@ def convert(
         if progress is not None:
             sizes = (checkpoint.entry(name).nbytes for actions in plans.values() for name in actions)
             task = progress.add_task(f"Converting to {to}", total=sum(sizes))
+        checksums = read_checksums(checkpoint)
+        written: dict[str, int] = {}
         weight_map: dict[str, str] = {}
         total = 0
         for shard, actions in plans.items():
@@ -81,6 +87,7 @@ def convert(
             if not shard_finished(work / shard, entries):
                 with SafetensorsWriter(work / shard, entries) as writer:
                     for name, (action, _) in actions.items():
+                        _check(checkpoint, checksums, name, action)
                         for output, value in _convert(checkpoint, name, action).items():
                             writer.write(output, value)
                         checkpoint.release(name)
@@ -88,11 +95,18 @@ def convert(
                             progress.advance(task, checkpoint.entry(name).nbytes)
             elif progress is not None and task is not None:
                 progress.advance(task, sum(checkpoint.entry(name).nbytes for name in actions))
+            if checksums:
+                file = SafetensorsFile(work / shard)
+                for name in file.entries:
+                    written[name] = zlib.crc32(file.raw(name))
+                    file.release(name)
         if list(plans) != [SINGLE_FILE]:
             write_index(work, weight_map, total)
         write_config(work, config.to_hf())
+        if checksums:
+            write_checksum_file(work, written)
         copy_extras(checkpoint.folder, work)
-        publish(work, target)
+        publish(work, target, same_model=False)
 
 
 def _plans(
@@ -129,6 +143,13 @@ def _plans(
             elif not (name in scales and to == "bfloat16"):
                 actions[name] = ("copy", same)
     return {shard: actions for shard, actions in plans.items() if actions}
+
+
+def _check(checkpoint: Checkpoint, checksums: Mapping[str, int], name: str, action: Action) -> None:
+    """Compare what `_convert` is about to read with its checksums, where there are any."""
+    read = [name, f"{name.removesuffix('_packed')}_scale"] if action == "dequantize" else [name]
+    for each in read if checksums else ():
+        check_value(checkpoint, each, zlib.crc32(checkpoint.raw(each)), checksums[each])
 
 
 def _convert(checkpoint: Checkpoint, name: str, action: Action) -> dict[str, np.ndarray]:

@@ -27,7 +27,7 @@ from moe28t_jax.planning.compile.weights import Weight
 from moe28t_jax.planning.memory import PHASES
 from moe28t_jax.planning.plan import CHUNK
 from moe28t_jax.training.step import Batch, TrainStep, adamw
-from pallas_kernels._dispatch import prefer
+from pallas_kernels import prefer
 
 LANES = 128
 """Channels of a cache come in multiples of it on TPUs."""
