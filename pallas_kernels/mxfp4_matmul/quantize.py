@@ -15,8 +15,8 @@ from pallas_kernels.mxfp4_matmul.tensor import LAYOUTS, MXFP4Tensor
 # Elements quantised at a time on the host, so that the int32 temporaries stay in cache.
 _HOST_CHUNK = 1 << 16
 
-_E4M3_MAX = 448.0
-_E4M3_LARGEST_EXPONENT = 8
+E4M3_MAX = 448.0
+E4M3_LARGEST_EXPONENT = 8
 
 
 def quantize(w: Float[Array | np.ndarray, "*leading N K"], layout: str = "packed_kn") -> MXFP4Tensor:
@@ -128,9 +128,9 @@ def _fake_quantize_mxfp8(axis: int, x: Array) -> Array:
         blocks = x.astype(jnp.float32).reshape(_split_shape(x.shape, axis))
         magnitude = _codec.float32_bits(blocks) & 0x7FFFFFFF
         amax = magnitude.max(axis=axis + 1, keepdims=True)
-        scale = jnp.maximum((amax >> 23) - _E4M3_LARGEST_EXPONENT, 1)
+        scale = jnp.maximum((amax >> 23) - E4M3_LARGEST_EXPONENT, 1)
         inverse = jax.lax.bitcast_convert_type((254 - scale) << 23, jnp.float32)
-        scaled = jnp.clip(blocks * inverse, -_E4M3_MAX, _E4M3_MAX)
+        scaled = jnp.clip(blocks * inverse, -E4M3_MAX, E4M3_MAX)
         elements = scaled.astype(jnp.float8_e4m3fn).astype(jnp.float32)
         rounded = elements * jax.lax.bitcast_convert_type(scale << 23, jnp.float32)
         return jnp.where(jnp.isfinite(blocks), rounded, blocks).astype(x.dtype).reshape(x.shape)

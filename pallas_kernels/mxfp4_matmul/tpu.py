@@ -13,8 +13,8 @@ from pallas_kernels._typing import Array
 from pallas_kernels._varying import match_varying
 from pallas_kernels.mxfp4_matmul._packed import as_one_group, differentiable
 from pallas_kernels.mxfp4_matmul._tpu_kernel import Options, grouped_products
+from pallas_kernels.mxfp4_matmul._tpu_mxfp8 import round_rows
 from pallas_kernels.mxfp4_matmul.activations import Activation
-from pallas_kernels.mxfp4_matmul.quantize import fake_quantize_mxfp8
 from pallas_kernels.mxfp4_matmul.tensor import MXFP4Tensor
 
 
@@ -33,9 +33,8 @@ def grouped_matmul(
     """
     _refuse(x, w)
     x, group_sizes = _shared_out(x, group_sizes, w)
-    return _grouped(
-        Options(None, False, interpret), _activations(x, activation_dtype), (w,), group_sizes, layer
-    )
+    x = _activations(x, activation_dtype, interpret)
+    return _grouped(Options(None, False, interpret), x, (w,), group_sizes, layer)
 
 
 def grouped_glu(
@@ -56,7 +55,8 @@ def grouped_glu(
     _refuse(x, w_gate, w_up)
     options = Options(activation, False, interpret)
     x, group_sizes = _shared_out(x, group_sizes, w_gate, w_up)
-    return _grouped(options, _activations(x, activation_dtype), (w_gate, w_up), group_sizes, layer)
+    x = _activations(x, activation_dtype, interpret)
+    return _grouped(options, x, (w_gate, w_up), group_sizes, layer)
 
 
 def matmul(
@@ -72,8 +72,8 @@ def _shared_out(x: Array, group_sizes: Array, *weights: MXFP4Tensor) -> tuple[Ar
     return x, group_sizes
 
 
-def _activations(x: Array, activation_dtype: Any) -> Array:
-    return x if activation_dtype is None else fake_quantize_mxfp8(x)
+def _activations(x: Array, activation_dtype: Any, interpret: Any) -> Array:
+    return x if activation_dtype is None else round_rows(x, interpret)
 
 
 def _refuse(x: Array, *weights: Any) -> None:

@@ -19,10 +19,13 @@ CASES = (("v5p", "packed_kn"), ("v6e", "packed_kn"), ("tpu7x", "packed_kn"), ("t
 def check(kind: str, chip: str, layout: str, shape: GroupedMatmulShape, dtype: Any = jnp.bfloat16) -> None:
     arguments = programs.arguments(shape, layout, dtype)
     compiled = compile_for_tpu(chip, programs.program(kind, "tpu"), *arguments)
-    row_bytes = shape.rows * max(shape.inputs, shape.outputs) * 4
-    # Rounded rows and a cotangent are arrays of rows, rounding holds them by blocks of 32 that fill a quarter of the
-    # lanes; the plain products need nothing.
-    allowed = SMALL + {"gated_rounded": 4, "gradient": 2}.get(kind, 0) * row_bytes
+    # Rounded rows are one array more (in a program that does not need its rows again, none), a cotangent and its
+    # product two; the plain products need nothing.
+    rows = {
+        "gated_rounded": shape.rows * shape.inputs * dtype(0).itemsize,
+        "gradient": 2 * shape.rows * max(shape.inputs, shape.outputs) * 4,
+    }
+    allowed = SMALL + rows.get(kind, 0)
     assert temporary_bytes(compiled) <= allowed
     text = compiled.as_text()
     assert text is not None and "tpu_custom_call" in text

@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor, fake_quantize_mxfp8, quantize, reference, tpu
 from pallas_kernels.mxfp4_matmul._tpu_kernel import Options, choose_tiles, plan_visits, row_tile
+from pallas_kernels.mxfp4_matmul._tpu_mxfp8 import round_rows
 from pallas_kernels.mxfp4_matmul.shapes import SHAPES
 from tests.pallas_kernels import mxfp4_cases
 from tests.pallas_kernels.mxfp4_cases import USUAL
@@ -96,6 +97,39 @@ PROGRAMS = (
 def test_any_groups_and_scales_in_both_layouts(layout, dtype, rounded, case):
     found = program(jnp.float8_e4m3fn if rounded else None)(*case.arguments(layout, dtype))
     case.check_product(found, rounded)
+
+
+@functools.cache
+def rounding_program():
+    return jax.jit(functools.partial(round_rows, interpret=INTERPRET))
+
+
+def _special_values(dtype):
+    """Blocks of one magnitude each: every exponent with values between E4M3's, ties, both zeros, infinities, NaN."""
+    mantissas = 1 + np.arange(32, dtype=np.float64) / 32
+    signs = np.where(np.arange(32) % 3, 1.0, -1.0)
+    exponents = np.arange(-126, 127, dtype=np.float64)
+    rows = 2.0 ** exponents[:, None] * mantissas * signs
+    small = rows * 2.0 ** -np.arange(32, dtype=np.float64)
+    odd = np.array([[0.0, -0.0], [np.inf, 1.0], [np.nan, -3.0], [448.0, 464.0], [-480.0, 511.0]])
+    values = np.concatenate([rows, small, np.tile(odd, (1, 16))])
+    short = -len(values) % 4
+    return np.concatenate([values, values[:short]]).reshape(-1, 128).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_rounding_of_rows_is_that_of_the_portable_form(dtype):
+    values = np.concatenate([_special_values(dtype), normal((70, 128), 4, dtype)])
+    # Subnormal float32 numbers count as 0 in one unit and not in another.
+    values[np.abs(values.astype(np.float32)) < 2.0**-120] = 0
+    wide = np.concatenate([values, values[::-1]], axis=1)
+    found, pull_back = jax.vjp(rounding_program(), jnp.asarray(wide))
+    expected = np.asarray(fake_quantize_mxfp8(wide))
+    unsigned = {2: np.uint16, 4: np.uint32}[found.dtype.itemsize]
+    finite = ~np.isnan(wide.astype(np.float32))
+    np.testing.assert_array_equal(np.asarray(found).view(unsigned)[finite], expected.view(unsigned)[finite])
+    assert np.isnan(np.asarray(found).astype(np.float32)[~finite]).all()
+    np.testing.assert_array_equal(np.asarray(pull_back(found)[0]), np.asarray(found))
 
 
 @functools.cache
