@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 TOLERANCE = {"float32": 2e-4, "float64": 1e-9}
-# A gradient is a sum over all tokens. In float32 two pipeline stages were measured at 2.7e-3, by rounding alone: in
-# float64 the same case agrees to 1e-8.
-GRADIENT_TOLERANCE = {"float32": 4e-3, "float64": 1e-8}
+# A gradient is a sum over all tokens, which pipeline stages take a microbatch at a time. In float32 two stages were
+# measured at 2.7e-3, by rounding alone: in float64 the same case agrees to 1e-8.
+STAGE_GRADIENT_TOLERANCE = {"float32": 4e-3, "float64": 1e-8}
 WORKER = "network_workers.py:compare"
 
 SINGLE = [{"data": 4}, {"expert": 8}, {"tensor": 4}, {"context": 4}]
@@ -31,7 +31,8 @@ def assert_equal_to_one_device(report: dict[str, Any], dtype: str) -> None:
         if name.endswith("same choices"):
             assert value, f"{report['axes']}: other experts or keys"
         else:
-            tolerance = (GRADIENT_TOLERANCE if "gradients" in name else TOLERANCE)[dtype]
+            looser = "gradients" in name and "stage" in report["axes"]
+            tolerance = (STAGE_GRADIENT_TOLERANCE if looser else TOLERANCE)[dtype]
             assert value <= tolerance, (
                 f"{report['axes']}: {name} differ by {value:.3g}, tolerance {tolerance:.3g}"
             )
@@ -73,6 +74,7 @@ def test_one_long_row(run_on_devices) -> None:
 
 
 STAGES = [
+    {"stage": 2},
     {"stage": 2, "expert": 4},
     {"stage": 2, "expert": 2, "tensor": 2},
     {"stage": 4, "context": 2},

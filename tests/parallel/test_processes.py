@@ -81,12 +81,13 @@ def test_processes_are_one_device(count, axes, batch) -> None:
 
 
 @pytest.mark.slow
-def test_a_long_row_over_two_processes() -> None:
-    """A row of 131,072 tokens, half of whose positions each process holds."""
-    command = [str(HERE / "process_worker.py"), json.dumps({"context": 2}), "1", "131072"]
-    for report in [report_of(output) for output in run_processes([command] * 2)]:
-        assert report["processes"] == report["keys of all devices"] == 2
-        assert report["positions of a device"] == 65_536
+@pytest.mark.parametrize(("count", "axes"), [(2, {"context": 2}), (4, {"expert": 2, "context": 2})])
+def test_a_long_row_over_processes(count, axes) -> None:
+    """A row of 131,072 tokens, of whose positions each process holds its share."""
+    command = [str(HERE / "process_worker.py"), json.dumps(axes), "1", "131072"]
+    for report in [report_of(output) for output in run_processes([command] * count)]:
+        assert report["processes"] == report["keys of all devices"] == count
+        assert report["positions of a device"] == 131_072 // count
         assert report["same choices"] and report["logits"] <= 2e-4
 
 

@@ -63,13 +63,12 @@ def _merge(o_BTHV: Array, logsumexp_BTH: Array, axes: tuple[str, ...], divide_qu
     # A query without any key has -inf everywhere.
     highest_BTH = jnp.where(jnp.isneginf(highest_BTH), 0, highest_BTH)
     weight_BTH1 = jnp.exp(logsumexp_BTH - highest_BTH)[..., None]
-    parts = jnp.concatenate([o_BTHV.astype(weight_BTH1.dtype) * weight_BTH1, weight_BTH1], axis=-1)
+    parts = (o_BTHV.astype(weight_BTH1.dtype) * weight_BTH1, weight_BTH1)
     if divide_queries:
-        total = jax.lax.psum_scatter(parts, axes, scatter_dimension=1, tiled=True)
+        total_BTHV, weight_BTH1 = jax.lax.psum_scatter(parts, axes, scatter_dimension=1, tiled=True)
     else:
-        total = jax.lax.psum(parts, axes)
-    weight_BTH1 = total[..., -1:]
-    return (total[..., :-1] / jnp.where(weight_BTH1 > 0, weight_BTH1, 1)).astype(o_BTHV.dtype)
+        total_BTHV, weight_BTH1 = jax.lax.psum(parts, axes)
+    return (total_BTHV / jnp.where(weight_BTH1 > 0, weight_BTH1, 1)).astype(o_BTHV.dtype)
 
 
 def select(

@@ -118,8 +118,8 @@ def _latent_attention(config: ModelConfig, sparse: bool, axes: Mapping[str, int]
         select = ceil_div(queries, tensor) * (index + candidates)
     merge = 0
     if holders > 1:
-        # The parts of all devices are summed in float32, each with its weight as one channel more.
-        merge = queries * heads * (mla.kv_lora_rank + _up(mla.kv_lora_rank + 1, work.lanes)) * FLOAT32
+        # The parts of all devices are summed in float32; each keeps the sum of its own queries.
+        merge = (queries + ceil_div(queries, holders)) * heads * mla.kv_lora_rank * FLOAT32
     return max(attend, select, merge)
 
 
