@@ -36,6 +36,7 @@ from moe28t_jax.weights import (
     save_orbax,
     save_parameters,
 )
+from pallas_kernels import mxfp4_matmul
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor
 
 HERE = Path(__file__).parent
@@ -343,6 +344,34 @@ def test_exports_equal_conversions(data: Path, small: Path, tmp_path: Path, name
     assert is_orbax(tmp_path / "exported") and not list((tmp_path / "exported").glob("*.safetensors*"))
     export_orbax(tmp_path / "orbax", tmp_path / "exported")
     assert not is_orbax(tmp_path / "exported") and not (tmp_path / "exported" / "layers").exists()
+
+
+def test_an_export_holds_one_expert_beside_the_layer(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: list[tuple[int, ...]] = []
+    quantize, dequantize = mxfp4_matmul.quantize, MXFP4Tensor.dequantize
+
+    def quantizing(w: Any, *arguments: Any, **options: Any) -> Any:
+        shapes.append(w.shape)
+        return quantize(w, *arguments, **options)
+
+    def dequantizing(self: MXFP4Tensor, *arguments: Any) -> Any:
+        shapes.append(self.shape)
+        return dequantize(self, *arguments)
+
+    monkeypatch.setattr(mxfp4_matmul, "quantize", quantizing)
+    monkeypatch.setattr(MXFP4Tensor, "dequantize", dequantizing)
+    convert_to_orbax(small, tmp_path / "packed")
+    assert shapes == []
+    experts = sum(name.endswith("_packed") for name in read(small))
+    assert experts > 3
+    export_orbax(tmp_path / "packed", tmp_path / "wide", "bfloat16")
+    assert len(shapes) == experts and all(len(shape) == 2 for shape in shapes)
+    shapes.clear()
+    convert_to_orbax(tmp_path / "wide", tmp_path / "unpacked")
+    export_orbax(tmp_path / "unpacked", tmp_path / "again", "mxfp4")
+    assert len(shapes) == experts and all(len(shape) == 2 for shape in shapes)
 
 
 def read(folder: Path) -> dict[str, tuple[str, bytes]]:

@@ -19,7 +19,9 @@ from moe28t_jax.weights import (
     convert_to_orbax,
     export_orbax,
     fake_checkpoint,
+    load_parameters,
     publish,
+    save_parameters,
 )
 from moe28t_jax.weights.publish import UNFINISHED, resume, work_folder
 
@@ -110,14 +112,12 @@ class Replacing:
         shutil.rmtree(work)
         return killed
 
-    def _killing_publish(
-        self, patch: pytest.MonkeyPatch, at: int, exchange: bool
-    ) -> Callable[[Path, Path], None]:
+    def _killing_publish(self, patch: pytest.MonkeyPatch, at: int, exchange: bool) -> Callable[..., None]:
         real = publish.publish
 
-        def publishing(work: Path, folder: Path) -> None:
+        def publishing(work: Path, folder: Path, *, same_model: bool) -> None:
             Killer(patch, at, exchange)
-            real(work, folder)
+            real(work, folder, same_model=same_model)
 
         return publishing
 
@@ -171,6 +171,36 @@ def without_times(snapshot: Snapshot) -> Snapshot:
         return found | {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()}
 
     return take
+
+
+@pytest.mark.parametrize("other", ["convert", "convert_to_orbax", "export_orbax", "fake", "same"])
+def test_what_is_said_about_one_model_does_not_stay_beside_another(
+    sources: Path, tmp_path: Path, other: str
+) -> None:
+    """Only saving the parameters that were loaded keeps licence and tokenizer of the checkpoint that it replaces."""
+    target = tmp_path / "x"
+    shutil.copytree(sources / "a", target)
+    about = ("LICENSE", "MODEL_LICENSE.pdf", "tiktoken.model", "tokenizer_config.json", "README.md")
+    for name in (*about, "notes.md", "LICENSES/EULA.txt", "runs/loss.csv"):
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_text("of a")
+    if other == "fake":
+        config = ModelConfig.from_hf(target)
+        fake_checkpoint(target, config, layers=2, experts=4, seed=3, vision=False)
+    elif other == "same":
+        save_parameters(target, *load_parameters(target))
+    else:
+        actions = {"convert": convert, "convert_to_orbax": convert_to_orbax, "export_orbax": export_orbax}
+        actions[other](sources / ("b-orbax" if other == "export_orbax" else "b"), target)
+    # What says nothing about the model is the user's and stays in any case.
+    assert (target / "notes.md").read_text() == (target / "runs" / "loss.csv").read_text() == "of a"
+    kept = {name for name in (*about, "LICENSES") if (target / name).exists()}
+    if other == "same":
+        assert kept == {*about, "LICENSES"} and (target / "LICENSE").read_text() == "of a"
+    elif other == "fake":
+        assert kept == set()
+    else:
+        assert kept == {"LICENSE"} and (target / "LICENSE").read_text() == "terms of b"
 
 
 def test_other_files_of_an_interrupted_run_are_made_again(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The own safetensors reader and writer, against the public library and against damage."""
 
+import errno
 import json
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -203,6 +205,33 @@ def test_an_interrupted_writer_leaves_no_file(tmp_path: Path) -> None:
     ):
         writer.write("a", np.zeros(4, np.uint8))
         raise RuntimeError("stop")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_keeps_no_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where closing, too, fails to write what was held back."""
+    path = tmp_path / "x.safetensors"
+
+    class Full:
+        def __init__(self, file: Any) -> None:
+            self._file = file
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self) -> None:
+            self._file.close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with (
+        pytest.raises(OSError, match="No space left"),
+        SafetensorsWriter(path, {"a": ("U8", (4,))}) as writer,
+    ):
+        monkeypatch.setattr(writer, "_file", Full(writer._file))
+        writer.write("a", np.zeros(4, np.uint8))
     assert list(tmp_path.iterdir()) == []
 
 

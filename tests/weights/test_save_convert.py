@@ -158,7 +158,7 @@ def test_publish_without_an_atomic_exchange(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(text)
     (tmp_path / "target/notes.md").write_text("keep me")
-    publish(tmp_path / ".target.saving", tmp_path / "target")
+    publish(tmp_path / ".target.saving", tmp_path / "target", same_model=True)
     assert [file.name for file in tmp_path.iterdir()] == ["target"]
     assert (tmp_path / "target/config.json").read_text() == "new"
     assert (tmp_path / "target/notes.md").read_text() == "keep me"

@@ -45,7 +45,8 @@ def fake_checkpoint(
     Routed experts lie on the MXFP4 grid, packed where the configuration stores them so: all codes equally likely, the
     scales around what gives `initializer_range`. Other weights are drawn as `initialize` draws them, in the stored
     types. A tensor's bytes depend on `seed`, its name and its shape alone. Checksums are written beside the shards; no
-    tokenizer and no licence are. Memory holds one piece of a tensor. The folder appears, or is replaced, at the end.
+    tokenizer and no licence are, nor do those of a checkpoint that is replaced stay. Memory holds one piece of a
+    tensor. The folder appears, or is replaced, at the end.
 
     Returns the configuration written. Raises ValueError as `slice_config`, CheckpointError for a target that is no
     checkpoint.
@@ -78,7 +79,7 @@ def fake_checkpoint(
             )
         write_config(work, config.to_hf())
         write_checksum_file(work, checksums)
-        publish(work, folder)
+        publish(work, folder, same_model=False)
     return config
 
 

@@ -156,7 +156,7 @@ def save_orbax(
         write_description(work, config, layout, parameters.has_vision)
         for file in extras:
             shutil.copy2(file, work / file.name)
-        publish(work, folder)
+        publish(work, folder, same_model=True)
 
     def action() -> None:
         with ExitStack() as stack:

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import Progress
 
-from moe28t_jax.config.declaration import Declared, Parameter, declare
+from moe28t_jax.config.declaration import Declared, declare
 from moe28t_jax.weights.checkpoint import CONFIG_FILE, Checkpoint
 from moe28t_jax.weights.convert import shard_finished, source_stamp
 from moe28t_jax.weights.errors import CheckpointError
@@ -38,7 +39,14 @@ from moe28t_jax.weights.publish import (
     work_folder,
 )
 from moe28t_jax.weights.safetensors import SafetensorsWriter, tensor_bytes
-from moe28t_jax.weights.save import StoredTensor, declared_tensors, shard_names, write_config, write_index
+from moe28t_jax.weights.save import (
+    StoredTensor,
+    declared_tensors,
+    host_array,
+    shard_names,
+    write_config,
+    write_index,
+)
 from pallas_kernels import mxfp4_matmul
 from pallas_kernels.mxfp4_matmul import MXFP4Tensor
 
@@ -88,7 +96,7 @@ def convert_to_orbax(
         packed = found.config.expert_quantization == "mxfp4"
         write_description(work, found.config, layout if packed else None, has_vision)
         copy_extras(checkpoint.folder, work)
-        publish(work, target)
+        publish(work, target, same_model=False)
 
 
 def exact_dtype(checkpoint: Checkpoint, found: Match) -> np.dtype:
@@ -166,7 +174,7 @@ def export_orbax(
         write_index(work, weight_map, total)
         write_config(work, config.to_hf())
         copy_extras(checkpoint.folder, work)
-        publish(work, target)
+        publish(work, target, same_model=False)
 
 
 def _orbax_stamp(checkpoint: OrbaxCheckpoint, items: list[str], experts: str) -> bytes:
@@ -192,21 +200,31 @@ def _tensors(
 ) -> Iterator[StoredTensor]:
     layer = item_layer(item)
     for parameter, value in checkpoint.restore(item):
-        if parameter.quantizable:
-            value = _experts(parameter, value, packed)
-        yield from declared_tensors(table[layer, parameter.name], value)
+        declared = table[layer, parameter.name]
+        if parameter.quantizable and packed != isinstance(value, MXFP4Tensor):
+            yield from _other_experts(declared, value)
+        else:
+            yield from declared_tensors(declared, value)
 
 
-def _experts(parameter: Parameter, value: Any, packed: bool) -> Any:
-    if packed and not isinstance(value, MXFP4Tensor):
-        size_in = parameter.shape[-2]
-        if size_in % BLOCK:
-            raise CheckpointError(
-                f"The experts {parameter.name!r} have {size_in} inputs, which MXFP4 blocks of {BLOCK} do not divide; "
-                "this model cannot be quantised."
-            )
-        tensor = mxfp4_matmul.quantize(jnp.swapaxes(value, -1, -2))
-        return tensor.require_finite(parameter.name)
-    if not packed and isinstance(value, MXFP4Tensor):
-        return jnp.swapaxes(value.dequantize(jnp.bfloat16), -1, -2)
-    return value
+def _other_experts(declared: Declared, value: Any) -> Iterator[StoredTensor]:
+    """Experts of one form in the other, each of them made when the iterator reaches it: beside the layer there is never
+    more than one."""
+    parameter = declared.parameter
+    size_out, size_in = parameter.stored_shapes[0]
+    if not isinstance(value, MXFP4Tensor) and size_in % BLOCK:
+        raise CheckpointError(
+            f"The experts {parameter.name!r} have {size_in} inputs, which MXFP4 blocks of {BLOCK} do not divide; "
+            "this model cannot be quantised."
+        )
+    for expert, (name, *_) in enumerate(stored_names(declared)):
+        one = jax.tree.map(lambda x, expert=expert: host_array(x, (expert,)), value)
+        if isinstance(one, MXFP4Tensor):
+            plain = one.dequantize(jnp.bfloat16)
+            yield StoredTensor(name, "BF16", (size_out, size_in), partial(np.asarray, plain))
+            continue
+        tensor = mxfp4_matmul.quantize(one.T, layout="packed_nk").require_finite(name)
+        yield StoredTensor(f"{name}_packed", "U8", tensor.packed.shape, partial(np.asarray, tensor.packed))
+        yield StoredTensor(
+            f"{name}_scale", "U8", tensor.scale_bytes.shape, partial(np.asarray, tensor.scale_bytes)
+        )

@@ -36,6 +36,18 @@ def is_weight_file(path: Path) -> bool:
     return bool(re.fullmatch(r"model(-.*)?\.safetensors(\.crc32\.json)?", path.name))
 
 
+# What a folder says about the model in it, other than its configuration: licences, tokenizer, code, model card.
+_ABOUT_THE_MODEL = re.compile(
+    r"licen[cs]e|copying|eula|terms|policy|notice|tokeni[sz]|tiktoken|vocab|merges|special_tokens|added_tokens|template|"
+    r"generation_config|processor|configuration_|modeling_|readme|model[-_ ]?card|\.model$|\.jinja$"
+)
+
+
+def is_about_the_model(name: str) -> bool:
+    """Whether a file or folder, by its name, belongs to the weights beside it: it would be wrong beside others."""
+    return _ABOUT_THE_MODEL.search(name.casefold()) is not None
+
+
 def copy_extras(source: Path, target: Path) -> None:
     """Copy the files of a checkpoint folder that are no weights (tokenizer, licence)."""
     for file in source.iterdir():
@@ -184,9 +196,11 @@ def write_file(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def publish(work: Path, folder: Path) -> None:
-    """Make `work` the content of `folder` in one step; files of the old folder that are not weights move
-    along.
+def publish(work: Path, folder: Path, *, same_model: bool) -> None:
+    """Make `work` the content of `folder` in one step; files of the old folder that are not weights move along.
+
+    Of another model than the old folder held (`same_model` False) its licence, tokenizer and the like do not: they say
+    nothing about the new weights (`is_about_the_model`).
 
     Between any two system calls `folder` holds either the old checkpoint or the new one. Where the file system cannot
     exchange two folders there is one moment without it: the old one is then beside it as `.NAME.replaced`, and the next
@@ -195,7 +209,8 @@ def publish(work: Path, folder: Path) -> None:
     if folder.is_dir():
         for old in folder.iterdir():
             new = work / old.name
-            if not is_weight_file(old) and not new.exists():
+            stays = not is_weight_file(old) and (same_model or not is_about_the_model(old.name))
+            if stays and not new.exists():
                 if old.is_dir():
                     shutil.copytree(old, new, symlinks=True)
                 else:

@@ -126,6 +126,12 @@ def parse_header(text: bytes) -> tuple[dict[str, Entry], dict[str, str]]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ does not map strings to strings")
     entries = {name: _parse_entry(name, value) for name, value in header.items()}
+    # Half a million experts have three shapes.
+    shared: dict[Any, Any] = {}
+    entries = {
+        name: Entry(shared.setdefault(dtype, dtype), shared.setdefault(shape, shape), start, stop)
+        for name, (dtype, shape, start, stop) in entries.items()
+    }
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     end, before = 0, None
     for name, entry in entries.items():
@@ -353,5 +359,8 @@ class SafetensorsWriter:
             if kind is None:
                 self.close()
         finally:
-            self._file.close()
-            self._partial.unlink(missing_ok=True)
+            # Closing writes what is still held back, which fails again on a full disk.
+            try:
+                self._file.close()
+            finally:
+                self._partial.unlink(missing_ok=True)

@@ -140,7 +140,7 @@ def save_parameters(
         write_config(work, config.to_hf())
         for file in extras:
             shutil.copy2(file, work / file.name)
-        publish(work, folder)
+        publish(work, folder, same_model=True)
 
 
 def write_index(folder: Path, weight_map: dict[str, str], total_size: int) -> None:
@@ -229,7 +229,7 @@ def declared_tensors(
         yield StoredTensor(name, dtype, shape, content)
 
 
-def _host(leaf: Any, path: tuple[int, ...]) -> np.ndarray:
+def host_array(leaf: Any, path: tuple[int, ...]) -> np.ndarray:
     """One element of a stack on the host. On CPU the whole leaf is viewed; elsewhere only the element
     moves."""
     if isinstance(leaf, jax.Array) and all(device.platform == "cpu" for device in leaf.devices()):
@@ -242,7 +242,7 @@ def _host(leaf: Any, path: tuple[int, ...]) -> np.ndarray:
 def _plain_content(
     leaf: Any, path: tuple[int, ...], parameter: Parameter, dtype: str, shape: tuple[int, ...]
 ) -> np.ndarray:
-    value = _host(leaf, path).astype(DTYPES[dtype][0], copy=False)
+    value = host_array(leaf, path).astype(DTYPES[dtype][0], copy=False)
     if parameter.transform == "reshape":
         return value.reshape(-1)[: prod(shape)].reshape(shape)
     stored = np.empty(shape, value.dtype)
@@ -260,7 +260,7 @@ def _packed_tensors(
             # Packed on the device: on the host a code would take a byte.
             one = jax.tree.map(lambda x: reduce(lambda x, index: x[index], path, x), leaf)
             return np.asarray(one.to_layout("packed_nk").packed)
-        value = _host(leaf.scale_bytes if scales else leaf.packed, path)
+        value = host_array(leaf.scale_bytes if scales else leaf.packed, path)
         if leaf.layout == "packed_nk":
             return value
         stored = np.empty(value.shape[::-1], np.uint8)

@@ -19,7 +19,6 @@ from moe28t_jax.weights.matching import BLOCK, StoredParameter
 from moe28t_jax.weights.safetensors import DTYPES
 from moe28t_jax.weights.stream_source import StreamedCheckpoint
 from moe28t_jax.weights.stream_target import DeviceTarget, HostTarget, Target
-from moe28t_jax.weights.transfer import copy_rows
 
 Bounds = tuple[tuple[int, int], ...]
 ShardingRule = Callable[[Parameter, tuple[int, ...] | None], Sharding | None]
@@ -54,11 +53,11 @@ class Use:
         part = matrix[start - first_row : stop - first_row]
         if self.transposed:
             part = part[:, slice(*self.rest[0])]
-            shape, corner = part.shape[::-1], (*self.corner, 0, start - self.rows[0])
+            corner = (*self.corner, 0, start - self.rows[0])
         else:
             part = part.reshape(len(part), *self.inner)[(slice(None), *(slice(*one) for one in self.rest))]
-            shape, corner = part.shape, (*self.corner, start - self.rows[0], *(0 for _ in self.rest))
-        self.target.write(corner, shape, lambda view: copy_rows(part, view, self.transposed))
+            corner = (*self.corner, start - self.rows[0], *(0 for _ in self.rest))
+        self.target.put(corner, part, self.transposed)
 
 
 @dataclass
@@ -293,8 +292,8 @@ def _use(
     if wanted[1] > rows:
         # A tensor stored without the padding that the program has (A_log).
         start = max(wanted[0], rows)
-        padding = (wanted[1] - start, *(stop - start for start, stop in columns))
-        target.write((*corner, start - wanted[0], *(0 for _ in columns)), padding, lambda view: view.fill(0))
+        padding = np.zeros((wanted[1] - start, *(stop - start for start, stop in columns)), form.dtype)
+        target.put((*corner, start - wanted[0], *(0 for _ in columns)), padding, False)
         wanted = (wanted[0], start)
     use = Use(target, corner, wanted, columns, form.inner[1:], form.transposed)
     if use.size:
