@@ -65,6 +65,22 @@ LAUNCHES = [
         Launch("slurm", f"one:{PORT}", 4, 3, 1),
     ),
     (
+        # srun --gpus-per-task=1: the task sees one GPU, which is number 0 to it.
+        {"SLURM_STEP_NODELIST": "one", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_STEP_NUM_NODES": "1",
+         "SLURM_LOCALID": "3", "SLURM_JOB_ID": "1024", "CUDA_VISIBLE_DEVICES": "3"},
+        Launch("slurm", f"one:{PORT}", 4, 3),
+    ),
+    (
+        {"SLURM_STEP_NODELIST": "one", "SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_STEP_NUM_NODES": "1",
+         "SLURM_LOCALID": "3", "SLURM_JOB_ID": "1024", "CUDA_VISIBLE_DEVICES": "0,1,2,3"},
+        Launch("slurm", f"one:{PORT}", 4, 3, 3),
+    ),
+    (
+        {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+         "CUDA_VISIBLE_DEVICES": "GPU-5a3f"},
+        Launch("torchrun", f"a:{PORT + 1}", 2, 1),
+    ),
+    (
         {"TPU_WORKER_HOSTNAMES": "t0,t1,t2,t3", "TPU_WORKER_ID": "2"},
         Launch("tpu", f"t0:{PORT}", 4, 2),
     ),

@@ -369,8 +369,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["licence", str(path), "--maas", "--revenue", "3e7"]) == 1
     text = capsys.readouterr().out
     assert "an agreement with the licensor is needed first" in text and f"--accept {licence_hash(K3)}" in text
-    assert main(["licence", str(path), "--maas", "--revenue", "3e7", "--internal"]) == 0
+    assert main(["licence", str(path), "--maas", "--revenue", "3e7", "--official"]) == 0
     capsys.readouterr()
+    assert main(["licence", str(path), "--maas", "--internal"]) == 2
+    assert "--internal says that nothing reaches third parties, and --maas" in capsys.readouterr().err
     assert main(["licence", str(path), "--maas", "--revenue", "3e7", "--accept", licence_hash(K3)]) == 0
     assert "(accepted)" in capsys.readouterr().out
     assert main(["licence", str(path), "--accept", "0" * 64]) == 2

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from moe28t_jax.cli import main
+from moe28t_jax.config import ModelConfig
+from moe28t_jax.parallel.mesh_file import load_mesh_file
+from moe28t_jax.planning.compile import compile_step
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -38,6 +41,30 @@ def test_a_mesh_file_brings_its_defaults(capsys: pytest.CaptureFixture[str]) -> 
         capsys, "--mesh", "tpu7x-4x4x2", "--batch", "1", "--context", "1048576", "--phase", "prefill"
     )
     assert (result["batch"], result["context"], result["phase"]) == (1, 1_048_576, "prefill")
+    small = ("--mesh", "tpu7x-4x4x2", "--phase", "prefill")
+    assert plan(capsys, *small, "--chunk", "1024")["seconds"] != plan(capsys, *small)["seconds"]
+
+
+@pytest.mark.parametrize("name", ["tpu7x-4x4x2", "v6e-16x16", "v5p-8x8x16"])
+@pytest.mark.parametrize("phase", ["prefill", "decode", "train"])
+def test_both_commands_answer_for_the_same_rows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, phase: str
+) -> None:
+    from moe28t_jax.planning.compile import program
+
+    mesh = load_mesh_file(name)
+    planned = plan(capsys, "--mesh", name, "--phase", phase)
+    taken = []
+
+    def lower(config: Any, mesh: Any, phase: str, batch: int, context: int, *others: Any) -> None:
+        taken.append((batch, context))
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(program, "lower_step", lower)
+    with pytest.raises(RuntimeError, match="far enough"):
+        compile_step(ModelConfig.preset("moe28t"), mesh, phase)
+    assert taken == [(planned["batch"], planned["context"])]
+    assert planned["batch"] == (mesh.axes["data"] if phase == "prefill" else mesh.batch)
 
 
 def test_a_mesh_default_beyond_the_model_is_the_models(
@@ -90,7 +117,15 @@ def test_the_table_tells_the_verdict_and_the_arithmetic(capsys: pytest.CaptureFi
         ),
         (["--mesh", "h200-16", "--preset", "k4"], "There is no preset 'k4'; the presets are moe28t"),
         (["--mesh", "h200-16", "--preset", "nano"], "has size 4, which the mesh axes tensor 8 do not divide"),
-        (["--mesh", "h200-16", "--prices", "absent.toml"], "No such file or directory: 'absent.toml'."),
+        (
+            ["--mesh", "h200-16", "--chunk", "64"],
+            "--chunk 64 is the size of a prefill step, and a step of decode",
+        ),
+        (
+            ["--chips", "h200:16", "--phase", "train", "--chunk", "64"],
+            "and a step of train has none; leave it out",
+        ),
+        (["--mesh", "h200-16", "--prices", "absent.toml"], "There is no price table 'absent.toml'; copy "),
     ],
 )
 def test_a_mistake_is_one_sentence(

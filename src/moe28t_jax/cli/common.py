@@ -21,6 +21,16 @@ def fail(text: str) -> NoReturn:
     raise ValueError(text)
 
 
+def chunk_of(options: argparse.Namespace) -> int | None:
+    """`--chunk`, which prefill alone has."""
+    if options.chunk is not None and options.phase != "prefill":
+        fail(
+            f"--chunk {options.chunk} is the size of a prefill step, and a step of {options.phase} has none; leave it "
+            "out, or add --phase prefill."
+        )
+    return options.chunk
+
+
 # Characters that a terminal may take for commands, by code point, as visible signs.
 _CONTROLS = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
 _CONTROLS |= {0x7F: "\u2421"} | {code: "\ufffd" for code in range(0x80, 0xA0)}

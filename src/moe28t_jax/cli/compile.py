@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from moe28t_jax.cli.common import fail, json_text, keep_programs, overrides
+from moe28t_jax.cli.common import chunk_of, fail, json_text, keep_programs, overrides
 
 
 def run_compile(options: argparse.Namespace) -> int:
@@ -15,6 +15,7 @@ def run_compile(options: argparse.Namespace) -> int:
     from moe28t_jax.parallel.mesh_file import load_mesh_file
     from moe28t_jax.planning.compile.topology import prepare_environment
 
+    chunk = chunk_of(options)
     config = slice_config(ModelConfig.preset(options.preset).override(overrides(options)), options.layers)
     mesh = load_mesh_file(options.mesh)
     if options.text is not None and not options.text.parent.is_dir():
@@ -39,7 +40,7 @@ def run_compile(options: argparse.Namespace) -> int:
 
     try:
         report = compile_step(
-            config, mesh, options.phase, options.batch, options.context, options.chunk,
+            config, mesh, options.phase, options.batch, options.context, chunk,
             explicit=not options.automatic, model=options.preset,
         )  # fmt: skip
     except jax.errors.JaxRuntimeError as error:
@@ -77,7 +78,7 @@ def add_compile_options(command: argparse.ArgumentParser, positive: Any) -> None
     )
     command.add_argument(
         "--batch", type=positive, metavar="ROWS",
-        help="sequences; default the mesh file's, in prefill one per copy of the model",
+        help="sequences; default the mesh file's, in prefill one for each copy of the model",
     )  # fmt: skip
     command.add_argument(
         "--context",
@@ -89,7 +90,7 @@ def add_compile_options(command: argparse.ArgumentParser, positive: Any) -> None
         "--chunk",
         type=positive,
         metavar="TOKENS",
-        help="new tokens per prefill step; default 8192",
+        help="new tokens per step, with --phase prefill alone; default 8192",
     )
     command.add_argument(
         "--layers", type=positive, metavar="COUNT", help="compile the first layers only, for a quick look"

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from moe28t_jax.cli.common import fail, json_text, overrides
+from moe28t_jax.cli.common import chunk_of, fail, json_text, overrides
 
 CHIPS_BATCH, CHIPS_CONTEXT = 8, 131_072
 """What `--chips` plans for when nothing else is said; a mesh file brings its own."""
@@ -37,8 +37,11 @@ def run_plan(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace, config: Any, prices: Any) -> Any:
     from moe28t_jax.parallel.mesh_file import load_mesh_file
     from moe28t_jax.planning import make_plan, search
+    from moe28t_jax.planning.plan import CHUNK
 
-    common = {"phase": options.phase, "chunk": options.chunk, "model": options.preset, "prices": prices}
+    common = {
+        "phase": options.phase, "chunk": chunk_of(options) or CHUNK, "model": options.preset, "prices": prices,
+    }  # fmt: skip
     if options.mesh is not None:
         mesh = load_mesh_file(options.mesh)
         context = options.context or min(mesh.context, config.max_context)
@@ -56,6 +59,11 @@ def run_licence(options: argparse.Namespace) -> int:
     """Run `moe28t licence`; exit status 1 where the weights may not be loaded for this use."""
     from moe28t_jax.planning import UsageProfile, accept, check_licence
 
+    if options.internal and options.maas:
+        fail(
+            "--internal says that nothing reaches third parties, and --maas that they get access to the model; leave "
+            "out the one that is not so."
+        )
     path, texts = options.path, None
     if "://" in path:
         from moe28t_jax.sources import resolve
@@ -106,7 +114,8 @@ def add_plan_options(command: argparse.ArgumentParser, positive: Any) -> None:
         "--batch",
         type=positive,
         metavar="ROWS",
-        help=f"sequences; default the mesh file's, else {CHIPS_BATCH}",
+        help="sequences; default the mesh file's, in prefill one for each copy of the model; with --chips "
+        f"{CHIPS_BATCH}",
     )
     command.add_argument(
         "--context", type=positive, metavar="TOKENS",
@@ -118,9 +127,8 @@ def add_plan_options(command: argparse.ArgumentParser, positive: Any) -> None:
     command.add_argument(
         "--chunk",
         type=positive,
-        default=8192,
         metavar="TOKENS",
-        help="new tokens per prefill step; default 8192",
+        help="new tokens per step, with --phase prefill alone; default 8192",
     )
     command.add_argument(
         "--prices", type=Path, metavar="FILE", help="price table (TOML) in place of the built-in one"

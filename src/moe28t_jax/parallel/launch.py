@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PORT = 8476
 """Where the first process listens unless the launcher says otherwise; the watch takes the port after it."""
@@ -14,7 +14,7 @@ PORT = 8476
 class Launch:
     """launcher: `alone`, `moe28t` (its own variables), `torchrun`, `mpi`, `slurm` or `tpu`. coordinator: `host:port` of
     the first process. process: number of this one of `processes`. local_process: its number on this host, where the
-    launcher started several on one (each then takes one GPU); otherwise None.
+    launcher started several on one and each sees all GPUs (it then takes the one of its number); otherwise None.
     """
 
     launcher: str = "alone"
@@ -55,15 +55,23 @@ def detect_launch(environment: Mapping[str, str]) -> Launch:
     `MOE28T_PROCESS`), torchrun, Open MPI, Slurm steps, launchers with PMI (MPICH, Intel MPI), TPU pods.
 
     `MOE28T_COORDINATOR` (`host:port`) also replaces the coordinator of any other launcher. One process is `alone`,
-    whatever started it.
+    whatever started it. A process that sees one GPU alone (`CUDA_VISIBLE_DEVICES`, as `srun --gpus-per-task=1` sets it)
+    takes that one, whatever its number on the host.
 
     Raises ValueError for numbers that do not fit together, and where a launcher does not tell the first host.
     """
     for detect in (_own, _torchrun, _open_mpi, _slurm, _pmi, _tpu):
         launch = detect(environment)
         if launch is not None:
-            return _checked(launch) if launch.processes > 1 else Launch()
+            return _with_own_device(_checked(launch), environment) if launch.processes > 1 else Launch()
     return Launch()
+
+
+def _with_own_device(launch: Launch, environment: Mapping[str, str]) -> Launch:
+    """Without a local number where the launcher has left this process one GPU to see: among the visible ones, which are
+    counted from 0, it has none of that number."""
+    visible = [one for one in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+    return replace(launch, local_process=None) if len(visible) == 1 else launch
 
 
 def _checked(launch: Launch) -> Launch:

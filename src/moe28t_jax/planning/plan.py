@@ -12,6 +12,7 @@ from moe28t_jax.parallel.mesh_file import AXES, MAX_TENSOR, MeshFile
 from moe28t_jax.planning.chips import Chip, chip
 from moe28t_jax.planning.inventory import check_divides, divides, held, stages, total
 from moe28t_jax.planning.memory import (
+    GRADIENT_BYTES,
     PHASES,
     DeviceBytes,
     Phase,
@@ -22,6 +23,7 @@ from moe28t_jax.planning.memory import (
     device_bytes,
     divide_work,
     state_bytes,
+    trained_parameters,
     weight_bytes,
 )
 from moe28t_jax.planning.prices import Prices, load_prices
@@ -143,17 +145,19 @@ class Plan:
         of = ""
         if axes["stage"] > 1:
             of = f" ({stage.num_layers} of {self.config.num_layers} layers, embedding and head)"
-        lines.append(
-            f"weights of a device{of}: experts / {ranks} = {gigabytes(parts['experts'])}, + / {axes['tensor']} = "
-            f"{gigabytes(parts['tensor'])}, + repeated {gigabytes(parts['replicated'])} = "
-            f"{gigabytes(self.per_device.weights)}"
-        )
         if self.phase == "train":
+            own = trained_parameters(self.config, stage, axes)
             lines.append(
-                f"optimiser of a device: float32 masters, gradients and moments over all devices = "
-                f"{gigabytes(self.per_device.state)}"
+                f"a device trains{of}: {own:,} parameters, float32 masters {gigabytes(self.per_device.weights)}, "
+                f"moments in bfloat16 and float32 {gigabytes(self.per_device.state)}, among the activations gradients "
+                f"{gigabytes(own * GRADIENT_BYTES)}"
             )
         else:
+            lines.append(
+                f"weights of a device{of}: experts / {ranks} = {gigabytes(parts['experts'])}, + / {axes['tensor']} = "
+                f"{gigabytes(parts['tensor'])}, + repeated {gigabytes(parts['replicated'])} = "
+                f"{gigabytes(self.per_device.weights)}"
+            )
             one = self.state_per_sequence
             lines.append(
                 f"state of a sequence: recurrent {gigabytes(one.recurrent)} + windows {gigabytes(one.window)} + "
@@ -229,6 +233,12 @@ def gigabytes(value: float | int) -> str:
     return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
 
 
+def default_batch(mesh: MeshFile, phase: str) -> int:
+    """Sequences of a step where nobody says how many: the mesh file's; in prefill one for each copy of the model, which
+    is how the engine reads prompts."""
+    return mesh.axes["data"] if phase == "prefill" else mesh.batch
+
+
 def make_plan(
     config: ModelConfig,
     mesh: MeshFile,
@@ -239,12 +249,13 @@ def make_plan(
     model: str = "the model",
     prices: Prices | None = None,
 ) -> Plan:
-    """Plan one model on one mesh; batch (sequences) and context (tokens of each) default to the mesh file's.
+    """Plan one model on one mesh. context (tokens of each sequence) is the mesh file's unless given, batch (sequences)
+    that of `default_batch`.
 
     Raises ValueError for an unknown chip, a mesh that the model's shapes do not divide over, or a context beyond the
     model's own.
     """
-    batch = mesh.batch if batch is None else batch
+    batch = default_batch(mesh, phase) if batch is None else batch
     context = mesh.context if context is None else context
     device = _check(config, mesh, phase, batch, context, chunk)
     work, per_device = _divide(config, mesh, device, phase, batch, context, chunk)

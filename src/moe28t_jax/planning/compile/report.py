@@ -17,7 +17,7 @@ from moe28t_jax.planning.compile.hlo import Module, parse
 from moe28t_jax.planning.compile.minimum import least_all_to_all_bytes, least_memory_bytes
 from moe28t_jax.planning.compile.traffic import Collective, Share, traffic
 from moe28t_jax.planning.compile.weights import Movement, Weight, movements
-from moe28t_jax.planning.plan import CHUNK
+from moe28t_jax.planning.plan import CHUNK, default_batch
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def compile_step(
 ) -> CompileReport:
     """Compile a step of the engine, or of training, ahead of time for a deployment and read what came out.
 
-    batch, context: the mesh file's unless given; a prefill step reads one row per copy of the model. chunk: `CHUNK`
+    context: the mesh file's unless given; batch: `default_batch` unless given, as the planner takes it; chunk: `CHUNK`
     unless given.
     Other arguments as `program.lower_step`. Raises ValueError for what cannot be divided or lowered, and whatever the
     compiler raises; a program that is too large is no error but a report that says so.
@@ -174,7 +174,7 @@ def compile_step(
 
     chunk = CHUNK if chunk is None else chunk
     if batch is None:
-        batch = mesh.axes["data"] if phase == "prefill" else mesh.batch
+        batch = default_batch(mesh, phase)
     if context is None:
         context = min(mesh.context, config.max_context)
     count = {"prefill": min(chunk, context), "train": context}.get(phase, 1)

@@ -257,7 +257,7 @@ class _Counter:
             estimate = _estimated_bytes(instruction)
             if estimate is not None:
                 return estimate
-        if opcode == "fusion":
+        if opcode in ("fusion", "fusion-start"):
             return self._fusion(computation, instruction)
         if opcode in _SLICES:
             return _sliced(instruction, operands[0])
@@ -289,7 +289,9 @@ class _Counter:
             if source.memory_bytes and number in inner.parameters:
                 total += min(source.memory_bytes, self._read(inner, inner.parameters[number]))
         roots = _results(inner)
-        for shape, root in zip(instruction.shapes, roots, strict=False):
+        # The shapes of one that is only begun are those of its operands, then those of what comes.
+        begun = len(instruction.operands) if instruction.opcode == "fusion-start" else 0
+        for shape, root in zip(instruction.shapes[begun:], roots, strict=False):
             total += _touched(shape, _updated(inner, root))
         return total
 
@@ -337,7 +339,7 @@ def _fused(module: Module) -> set[str]:
         called
         for computation in module.computations.values()
         for instruction in computation
-        if instruction.opcode == "fusion"
+        if instruction.opcode in ("fusion", "fusion-start")
         for called in _flat(instruction.calls.values())
     ]
     while waiting:

@@ -124,8 +124,16 @@ class _Follower:
                 )
             case "async-update" | "call-update":
                 return operands[0]
-            case "async-done" | "call-done" | "slice-done" | "all-gather-done" | "collective-permute-done":
+            case (
+                "async-done" | "call-done" | "slice-done" | "fusion-done" | "all-gather-done"
+                | "collective-permute-done"
+            ):  # fmt: skip
                 return _element(operands[0], 1)
+            case "fusion-start":
+                return (
+                    tuple(operands),
+                    self._fusion(computation, instruction, operands, times, in_loop, report),
+                )
             case "slice-start":
                 if report:
                     self._note("copy", operands[0], instruction, instruction.shapes[1], times, in_loop)
@@ -191,7 +199,9 @@ class _Follower:
         if not report or not any(isinstance(x, int) for x in operands):
             return result
         results = result if isinstance(result, tuple) else (result,)
-        for origin, shape in zip(results, instruction.shapes, strict=False):
+        # The shapes of one that is only begun are those of its operands, then those of what comes.
+        shapes = instruction.shapes[len(operands) if instruction.opcode == "fusion-start" else 0 :]
+        for origin, shape in zip(results, shapes, strict=False):
             self._note("copy", origin, instruction, shape, times, in_loop)
         gathered = next((x for x in inner if x.opcode.startswith("all-gather")), None)
         if gathered is not None:
@@ -203,7 +213,7 @@ class _Follower:
                 if parameter is None or not isinstance(origin, int):
                     continue
                 read = _read_elements(self._module, inner, parameter)
-                for shape in instruction.shapes:
+                for shape in shapes:
                     if self._unpacks(origin, parameter.shapes[0], read, shape):
                         self._note("unpack", origin, instruction, shape, times, in_loop)
         return result
