@@ -188,6 +188,9 @@ def _kernel(
     visit = pl.program_id(1)
     before = jnp.maximum(visit - 1, 0)
     tile = tiles_ref[visit]
+    tile_rows = out_ref.shape[0]
+    if x_ref.shape[0] != tile_rows:
+        x_ref = x_ref.at[pl.ds(pl.multiple_of(tile * tile_rows, tile_rows), tile_rows)]
     first_in_tile = (visit == 0) | (tiles_ref[before] != tile)
     start, end = starts_ref[visit], ends_ref[visit]
 
@@ -207,7 +210,7 @@ def _kernel(
         product = totals[0][...]
         if options.activation is not None:
             product = apply_activation(options.activation, product, totals[1][...])
-        row = tile * out_ref.shape[0] + lax.broadcasted_iota(jnp.int32, product.shape, 0)
+        row = tile * tile_rows + lax.broadcasted_iota(jnp.int32, product.shape, 0)
         mine = (row >= start) & (row < end)
 
         @pl.when(first_in_tile)
@@ -221,9 +224,13 @@ def _kernel(
 
 
 class _Tiles(NamedTuple):
+    """rows, inputs, outputs: held at a time. whole_rows: all rows stay in vector memory, so that they are fetched once
+    and not once for every tile of columns."""
+
     rows: int
     inputs: int
     outputs: int
+    whole_rows: bool = False
 
 
 def choose_tiles(
@@ -261,7 +268,10 @@ def choose_tiles(
     smaller = [choice._replace(rows=min(row, 64)) for choice in choices]
     for choice in choices + smaller:
         if needed(choice) <= _VMEM_FOR_BLOCKS:
-            return choice
+            # One buffer of all rows in place of two of a tile.
+            held = needed(choice) + (rows - 2 * choice.rows) * contracted * itemsize
+            even = rows > choice.rows and rows % choice.rows == 0
+            return choice._replace(whole_rows=even and held <= _VMEM_FOR_BLOCKS)
     raise NotImplementedError(
         f"the TPU kernel holds the contracted axis whole, and {contracted} values of it do not fit into vector "
         "memory; shard that axis, or pass another implementation"
@@ -300,8 +310,14 @@ def grouped_products(
             specs.append(pl.BlockSpec((1, 1, tile.inputs // group, tile.outputs), weight_block))
             arrays.append(leaf if layer is not None else leaf[None])
     count = len(weights)
+    if tile.whole_rows:
+        rows_block = pl.BlockSpec(x_MK.shape, lambda *_: (0, 0), pipeline_mode=pl.Buffered(1))
+    else:
+        rows_block = pl.BlockSpec((tile.rows, x_MK.shape[1]), lambda c, v, experts, tiles, *_: (tiles[v], 0))
     multiplied = 2 * count * rows * inputs * outputs
     moved = sum(experts * (inputs // 2 + inputs // BLOCK) * outputs for _ in weights)
+    # A tile of rows is fetched again for every tile of columns, unless there is no other between.
+    fetched = 1 if tile.whole_rows or rows <= tile.rows else pl.cdiv(width, columns)
     *leading, x_MK = match_varying(*visits, index, x_MK, *arrays)[: len(visits) + 2]
     arrays = match_varying(*arrays, x_MK)[:-1]
     with jax.named_scope("grouped_matmul_tpu"):
@@ -311,7 +327,7 @@ def grouped_products(
                 num_scalar_prefetch=5,
                 grid=(pl.cdiv(width, columns), visits.tiles.shape[0]),
                 in_specs=[
-                    pl.BlockSpec((tile.rows, x_MK.shape[1]), lambda c, v, experts, tiles, *_: (tiles[v], 0)),
+                    rows_block,
                     *specs,
                 ],
                 out_specs=pl.BlockSpec((tile.rows, columns), lambda c, v, experts, tiles, *_: (tiles[v], c)),
@@ -328,7 +344,7 @@ def grouped_products(
             cost_estimate=pl.CostEstimate(
                 flops=multiplied,
                 transcendentals=0 if options.activation is None else 3 * rows * width,
-                bytes_accessed=moved + rows * (x_MK.shape[1] + width) * x_MK.dtype.itemsize,
+                bytes_accessed=moved + rows * (fetched * x_MK.shape[1] + width) * x_MK.dtype.itemsize,
             ),
             interpret=options.interpret,
             name="mxfp4_grouped_glu" if options.activation is not None else "mxfp4_grouped_matmul",
