@@ -24,7 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels._typing import Array
+from pallas_kernels._varying import match_varying
 from pallas_kernels.delta_rule._inputs import einsum
+
+SMALLEST_LOG_DECAY = -1e30
+"""exp of it, and of any sum that contains it, is exactly zero; a sum over one chunk is finite in float32."""
 
 _BLOCK_SIZE = 16
 
@@ -33,13 +37,17 @@ _LARGEST_EXPONENT = 48.0
 2e-6, which is then the relative error of a factor."""
 
 
+Inputs = tuple[Array | None, Array, Array, Array, Array]
+"""q (None: no output is wanted), k, v, log_decay [B, T, H, K or V] and beta [B, T, H]."""
+
+
 class Chunk(NamedTuple):
     """State-independent quantities of chunks; leading axes are free, C is the position in the chunk."""
 
     decayed_RK: Array
     """q exp(gc) above beta k exp(gc): [..., 2C, K] (only k's rows when no output is wanted)."""
-    k_remaining_CK: Array
-    """k exp(gc_C - gc): [..., C, K]."""
+    k_remaining_KC: Array
+    """k exp(gc_C - gc): [..., K, C], as the product that needs it reads it."""
     total_decay_K: Array
     """exp(gc_C): [..., K]."""
     scores_CC: Array | None
@@ -127,7 +135,10 @@ def _near_scores(rows_NRK: Array, k_NJK: Array, from_middle_NIK: Array, log_deca
     # Each branch is computed again in the backward pass; else both branches' intermediate arrays would be kept,
     # filled with zeros for the one that was not taken.
     at_once, by_halvings = (jax.checkpoint(f, prevent_cse=False) for f in (_near_at_once, _near_by_halvings))
-    small = jnp.max(jnp.abs(from_middle_NIK)) <= _LARGEST_EXPONENT
+    # The sums grow away from the middle, so the first and the last token tell. A reduction of truth values: XLA for
+    # CPUs would divide a maximum among threads.
+    ends_N2K = jnp.stack([from_middle_NIK[..., 0, :], from_middle_NIK[..., -1, :]], axis=-2)
+    small = jnp.all(jnp.abs(ends_N2K) <= _LARGEST_EXPONENT)
     return jax.lax.cond(small, at_once, by_halvings, rows_NRK, k_NJK, from_middle_NIK, log_decay_NIK)
 
 
@@ -140,6 +151,75 @@ def _halves(x: Array) -> tuple[Array, Array]:
     """Even and odd blocks of [..., N, size, M]."""
     x = x.reshape(*x.shape[:-3], x.shape[-3] // 2, 2, *x.shape[-2:])
     return x[..., 0, :, :], x[..., 1, :, :]
+
+
+def _substitute(lower_NN: Array) -> Array:
+    """(I + L)^-1 of strictly lower triangular blocks [..., N, N], row by row, in all of them at once."""
+    size = lower_NN.shape[-1]
+    # Rows first: [I, J, ...] of L and [I, ..., N] of the inverse, so that a step takes whole pieces of memory.
+    lower = jnp.moveaxis(lower_NN, (-2, -1), (0, 1))
+    identity = jnp.eye(size, dtype=lower.dtype).reshape(size, *(1,) * (lower.ndim - 2), size)
+    inverse = jnp.broadcast_to(identity, (size, *lower.shape[2:], size))
+
+    def row(i: Array, inverse: Array) -> Array:
+        weights = jax.lax.dynamic_index_in_dim(lower, i, keepdims=False)
+        solved = jax.lax.dynamic_index_in_dim(inverse, i, keepdims=False)
+        # Written out: a sum over an axis would be divided among threads. Rows from i on have no weight.
+        for j in range(size - 1):
+            solved = solved - weights[j][..., None] * inverse[j]
+        return jax.lax.dynamic_update_index_in_dim(inverse, solved, i, 0)
+
+    inverse = jax.lax.fori_loop(1, size, row, match_varying(inverse, lower)[0])
+    return jnp.moveaxis(inverse, 0, -2)
+
+
+def _substitute_in_blocks(lower_CC: Array) -> Array:
+    """(I + L)^-1 by substitution in the blocks on the diagonal, and from two inverses P and Q that of their block,
+    [[P, 0], [-Q X P, Q]]."""
+    chunk = lower_CC.shape[-1]
+    size = min(chunk, _BLOCK_SIZE)
+
+    def blocks(first: int, size: int) -> Array:
+        """Of size x size, every second block below the diagonal (first = 1), or those on it (first = 0)."""
+        count = chunk // size
+        parts = lower_CC.reshape(*lower_CC.shape[:-2], count, size, count, size)
+        return jnp.stack([parts[..., i, :, i - first, :] for i in range(first, count, 1 + first)], axis=-3)
+
+    inverse = _substitute(blocks(0, size))
+    while size < chunk:
+        upper, lower = _halves(inverse)
+        corner = einsum("...ij,...jk->...ik", einsum("...ij,...jk->...ik", lower, blocks(1, size)), upper)
+        inverse = _block_lower(upper, -corner, lower)
+        size *= 2
+    return inverse[..., 0, :, :]
+
+
+def _solve(lower_CC: Array) -> Array:
+    identity = jnp.broadcast_to(jnp.eye(lower_CC.shape[-1], dtype=lower_CC.dtype), lower_CC.shape)
+    return jax.lax.linalg.triangular_solve(lower_CC, identity, left_side=True, lower=True, unit_diagonal=True)
+
+
+@jax.custom_vjp
+def _unit_lower_inverse(lower_CC: Array) -> Array:
+    """(I + L)^-1 by substitution: its entries stay bounded because every I - beta k k^T contracts.
+
+    On CPUs not by LAPACK, whose threads wait for each other far longer than such small systems take.
+    """
+    return jax.lax.platform_dependent(lower_CC, cpu=_substitute_in_blocks, default=_solve)
+
+
+def _unit_lower_inverse_forward(lower_CC: Array) -> tuple[Array, Array]:
+    inverse_CC = _unit_lower_inverse(lower_CC)
+    return inverse_CC, inverse_CC
+
+
+def _unit_lower_inverse_backward(inverse_CC: Array, ct_CC: Array) -> tuple[Array]:
+    transposed = jnp.swapaxes(inverse_CC, -2, -1)
+    ct_lower = -einsum("...ij,...jk->...ik", einsum("...ij,...jk->...ik", transposed, ct_CC), transposed)
+    return (jnp.tril(ct_lower, -1),)
+
+
+_unit_lower_inverse.defvjp(_unit_lower_inverse_forward, _unit_lower_inverse_backward)
 
 
 def prepare_chunks(q_CK: Array | None, k_CK: Array, v_CV: Array, log_decay_CK: Array, beta_C: Array) -> Chunk:
@@ -189,17 +269,10 @@ def prepare_chunks(q_CK: Array | None, k_CK: Array, v_CV: Array, log_decay_CK: A
         total = total_first * total_second
         size *= 2
     scores, decayed = [x[..., 0, :, :] for x in scores], [x[..., 0, :, :] for x in decayed]
-    # Substitution: the entries stay bounded because every I - beta k k^T contracts.
-    inverse_CC = jax.lax.linalg.triangular_solve(
-        scores[-1],
-        jnp.broadcast_to(jnp.eye(chunk, dtype=zero.dtype), scores[-1].shape),
-        left_side=True,
-        lower=True,
-        unit_diagonal=True,
-    )
+    inverse_CC = _unit_lower_inverse(scores[-1])
     return Chunk(
         decayed_RK=jnp.concatenate(decayed, axis=-2),
-        k_remaining_CK=remaining[..., 0, :, :],
+        k_remaining_KC=jnp.swapaxes(remaining[..., 0, :, :], -2, -1),
         total_decay_K=total[..., 0, 0, :],
         scores_CC=None if q_CK is None else scores[0],
         inverse_CC=inverse_CC,
@@ -215,5 +288,5 @@ def advance(state_KV: Array, chunk: Chunk) -> tuple[Array, Array | None]:
     o_CV = None
     if chunk.scores_CC is not None:
         o_CV = from_state[..., :size, :] + einsum("...ij,...jv->...iv", chunk.scores_CC, update_CV)
-    added_KV = einsum("...ik,...iv->...kv", chunk.k_remaining_CK, update_CV)
+    added_KV = einsum("...ki,...iv->...kv", chunk.k_remaining_KC, update_CV)
     return chunk.total_decay_K[..., None] * state_KV + added_KV, o_CV

@@ -1,8 +1,9 @@
 """The gated delta rule chunk by chunk, in portable JAX; differentiable, any log_decay <= 0.
 
 What a chunk needs before its state is known is computed for a few chunks together (`_xla_chunk`), then the state is
-carried through them. Rows of the batch are walked one after another where they are long, so that every piece is a
-view of the inputs as they lie in memory, and small enough to stay in a core's cache.
+carried through them, all heads at once. Rows of the batch are walked one after another where they are long, so that
+every piece is a view of the inputs as they lie in memory. On CPUs with few cores long sequences go head by head
+(`_xla_by_head`).
 """
 
 import functools
@@ -11,18 +12,26 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._typing import Array, Float, Int
-from pallas_kernels.delta_rule import _inputs
-from pallas_kernels.delta_rule._xla_chunk import Chunk, advance, prepare_chunks
+from pallas_kernels._varying import match_varying
+from pallas_kernels.delta_rule import _inputs, _xla_by_head
+from pallas_kernels.delta_rule._xla_chunk import (
+    SMALLEST_LOG_DECAY,
+    Chunk,
+    Inputs,
+    advance,
+    prepare_chunks,
+)
 from pallas_kernels.delta_rule.shapes import CHUNK_SIZE
-
-_SMALLEST_LOG_DECAY = -1e30
-"""exp of it, and of any sum that contains it, is exactly zero; a sum over one chunk is finite in float32."""
 
 _CHUNK_SIZE = 32
 """Tokens of a chunk here: on CPUs as fast as 64 forward and faster backward. Divides the grid of boundary states."""
 
 _GROUP_CHUNKS = 16
 """Chunks x rows x heads whose state-independent part is computed together; bounds temporary memory."""
+
+_LARGE_STATE = 64 * 64
+"""K x V from which a few cores take sequences head by head: below, the products take less time than the calls of their
+kernels, and heads together are fewer calls."""
 
 
 def _chunk_size(tokens: int) -> int:
@@ -46,6 +55,23 @@ def _chunked(
     return_boundary_states: bool = False,
 ) -> tuple[Array | None, Array, Array | None]:
     """Output (if q is given), final state, and (if asked for) the state at every boundary [B, N, H, K, V]."""
+    inputs = (q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH)
+    together = functools.partial(_heads_together, return_boundary_states)
+    is_small = k_BTHK.shape[1] <= CHUNK_SIZE or k_BTHK.shape[-1] * v_BTHV.shape[-1] < _LARGE_STATE
+    if is_small or not _xla_by_head.few_cores():
+        return together(inputs, state_BHKV)
+    by_head = functools.partial(_xla_by_head.walk, return_boundary_states)
+    # Outside of the custom gradient: what all devices share receives the sum of their gradients.
+    leaves, structure = jax.tree.flatten((inputs, state_BHKV))
+    operands = jax.tree.unflatten(structure, match_varying(*leaves))
+    return jax.lax.platform_dependent(*operands, cpu=by_head, default=together)
+
+
+def _heads_together(
+    return_boundary_states: bool, inputs: Inputs, state_BHKV: Array
+) -> tuple[Array | None, Array, Array | None]:
+    """`_chunked`, a few chunks of all heads at a time."""
+    k_BTHK = inputs[1]
     batch, tokens, heads = k_BTHK.shape[:3]
     size = _chunk_size(tokens)
     per_boundary = CHUNK_SIZE // size if tokens > size else 1
@@ -91,8 +117,9 @@ def _chunked(
         return None, jax.lax.scan(advance_group, *x)
 
     # -inf is a valid decay, but 0 x -inf in a sum of selected exponents is not.
-    log_decay_BTHK = jnp.maximum(log_decay_BTHK, jnp.asarray(_SMALLEST_LOG_DECAY, log_decay_BTHK.dtype))
-    xs = jax.tree.map(by_group, (q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH))
+    q, k, v, log_decay, beta = inputs
+    log_decay = jnp.maximum(log_decay, jnp.asarray(SMALLEST_LOG_DECAY, log_decay.dtype))
+    xs = jax.tree.map(by_group, (q, k, v, log_decay, beta))
     states = state_BHKV.reshape(batch // rows, rows, *state_BHKV.shape[1:])
     _, (states, (o, boundaries)) = jax.lax.scan(advance_rows, None, (states, xs))
     if boundaries is not None:
@@ -140,7 +167,7 @@ def delta_rule(
     else:
         log_decay = x.log_decay_BTHK
         if x.reset_BT is not None:
-            erase = jnp.asarray(_SMALLEST_LOG_DECAY, log_decay.dtype)
+            erase = jnp.asarray(SMALLEST_LOG_DECAY, log_decay.dtype)
             log_decay = jnp.where(x.reset_BT[:, :, None, None], erase, log_decay)
         o_BTHV, state, boundaries = _chunked(
             x.q_BTHK, x.k_BTHK, x.v_BTHV, log_decay, x.beta_BTH, x.state_BHKV, return_boundary_states
