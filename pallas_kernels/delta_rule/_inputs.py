@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._typing import Array, Bool, Float, Int
+from pallas_kernels._varying import match_varying
 
 
 class Inputs(NamedTuple):
@@ -65,6 +66,8 @@ def prepare(
         state = jnp.zeros((batch, heads, key_dim, v.shape[-1]), dtype)
     else:
         state = initial_state_BHKV.astype(dtype)
+    # A state of zeros is the same on all devices, and would not stay so in a loop over tokens that are not.
+    q, k, v, log_decay, beta, state = match_varying(q, k, v, log_decay, beta, state)
     reset_BT = None
     if segment_ids_BT is not None:
         reset_BT = segment_starts(segment_ids_BT)

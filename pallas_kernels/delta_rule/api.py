@@ -118,7 +118,7 @@ def delta_rule(
       segment_ids: packed documents: the state is reset to zero where the id differs from the token before.
         The first token always continues `initial_state`.
       return_boundary_states: also return the states on the grid of 64 tokens counted from the first token.
-      implementation: "xla" (chunks of 64 tokens, the default), "reference" (token by token), "tpu" (Pallas,
+      implementation: "xla" (chunk by chunk, the default), "reference" (token by token), "tpu" (Pallas,
         compiled for v5p, v6e and tpu7x, not yet run on them; not float64), or "gpu" (Pallas, token by token with
         the state in registers, compiled for Hopper and Blackwell, not yet run on them; K up to 256, not float64).
 

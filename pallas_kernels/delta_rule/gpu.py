@@ -11,6 +11,7 @@ from pallas_kernels._typing import Array, Bool, Float, Int
 from pallas_kernels.delta_rule import _gpu_backward, _gpu_sequence, _gpu_step, _gpu_walk, _inputs
 from pallas_kernels.delta_rule._gpu_sequence import Options
 from pallas_kernels.delta_rule._gpu_step import COLUMNS, MAXIMUM_ROWS, ROWS
+from pallas_kernels.delta_rule._map_gradient import Tokens, with_portable_gradient
 
 
 def _refuse(key_dim: int, *arrays: Array | None) -> None:
@@ -185,6 +186,15 @@ def delta_rule(
     )
 
 
+@with_portable_gradient
+def _segment_map(interpret: Any, tokens: Tokens, lengths_B: Array | None) -> tuple[Array, Array]:
+    key_dim, value_dim = tokens[0].shape[-1], tokens[1].shape[-1]
+    per_token, others = _tokens_and_others(None, *tokens, None, lengths_B, None)
+    maps = _gpu_sequence.forward(Options(False, False, interpret), per_token, others).final_BHKV
+    padded = key_dim + -key_dim % ROWS
+    return maps[:, :, :key_dim, :key_dim], maps[:, :, :key_dim, padded : padded + value_dim]
+
+
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def segment_map(
     k_BTHK: Float[Array, "B T H K"],
@@ -196,17 +206,13 @@ def segment_map(
 ) -> tuple[Float[Array, "B H K K"], Float[Array, "B H K V"]]:
     """`pallas_kernels.delta_rule.segment_map`: the forward kernel on the columns [M | S] at once.
 
-    Not differentiable.
+    Its gradient is computed by the portable form.
 
     Raises:
       NotImplementedError: for float64, and for K above 256.
     """
-    key_dim, value_dim = k_BTHK.shape[-1], v_BTHV.shape[-1]
-    _refuse(key_dim, k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH)
-    tokens, others = _tokens_and_others(None, k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH, None, lengths_B, None)
-    maps = _gpu_sequence.forward(Options(False, False, interpret), tokens, others).final_BHKV
-    padded = key_dim + -key_dim % ROWS
-    return maps[:, :, :key_dim, :key_dim], maps[:, :, :key_dim, padded : padded + value_dim]
+    _refuse(k_BTHK.shape[-1], k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH)
+    return _segment_map(interpret, (k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH), lengths_B)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))

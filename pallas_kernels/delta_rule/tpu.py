@@ -10,6 +10,7 @@ import numpy as np
 from pallas_kernels._typing import Array, Bool, Float, Int
 from pallas_kernels._varying import match_varying
 from pallas_kernels.delta_rule import _inputs, _tpu_sequence, _tpu_step
+from pallas_kernels.delta_rule._map_gradient import Tokens, with_portable_gradient
 from pallas_kernels.delta_rule._tpu_sequence import LANES, Options
 
 
@@ -139,6 +140,19 @@ def delta_rule(
     return o, final
 
 
+@with_portable_gradient
+def _segment_map(interpret: Any, tokens: Tokens, lengths_B: Array | None) -> tuple[Array, Array]:
+    k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH = tokens
+    batch, count, _, key_dim = k_BTHK.shape
+    k, v, log_decay = _heads_first(k_BTHK, v_BTHV, log_decay_BTHK)
+    lengths = _lengths(lengths_B, batch, count)
+    beta = _tokens_in_lanes(beta_BTH)
+    options = Options(False, interpret)
+    _, maps, _ = _tpu_sequence.forward(options, None, k, v, log_decay, beta, None, lengths, None)
+    padded = k.shape[-1]
+    return maps[..., :key_dim, :key_dim], maps[..., :key_dim, padded : padded + v_BTHV.shape[-1]]
+
+
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def segment_map(
     k_BTHK: Float[Array, "B T H K"],
@@ -150,20 +164,16 @@ def segment_map(
 ) -> tuple[Float[Array, "B H K K"], Float[Array, "B H K V"]]:
     """`pallas_kernels.delta_rule.segment_map`: the forward kernel on the columns [M | S] at once.
 
-    Not differentiable. `interpret` as in `pallas_call`.
+    Its gradient is computed by the portable form. `interpret` as in `pallas_call`.
 
     Raises:
       NotImplementedError: for float64.
     """
     _refuse_float64(k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH)
-    batch, tokens, _, key_dim = k_BTHK.shape
-    k, v, log_decay = _heads_first(k_BTHK, v_BTHV, log_decay_BTHK)
-    lengths = _lengths(lengths_B, batch, tokens)
-    options = Options(False, interpret)
-    beta = _tokens_in_lanes(beta_BTH)
-    _, maps, _ = _tpu_sequence.forward(options, None, k, v, log_decay, beta, None, lengths, None)
-    padded = k.shape[-1]
-    return maps[..., :key_dim, :key_dim], maps[..., :key_dim, padded : padded + v_BTHV.shape[-1]]
+    # Outside of the custom gradient: what all devices share receives the sum of their gradients.
+    given = (k_BTHK, v_BTHV, log_decay_BTHK, beta_BTH)
+    k, v, log_decay, beta, *lengths = match_varying(*given, *(() if lengths_B is None else (lengths_B,)))
+    return _segment_map(interpret, (k, v, log_decay, beta), lengths[0] if lengths else None)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))

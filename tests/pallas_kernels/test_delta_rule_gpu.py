@@ -14,7 +14,14 @@ from safetensors.numpy import load_file
 from pallas_kernels import delta_rule
 from pallas_kernels.delta_rule import gpu
 from tests.pallas_kernels.delta_rule_cases import Case, cases
-from tests.pallas_kernels.test_delta_rule_tpu import DATA, FIXTURES, assert_close, fused_inputs, make_inputs
+from tests.pallas_kernels.test_delta_rule_tpu import (
+    DATA,
+    FIXTURES,
+    assert_close,
+    check_gradient_of_segment_map,
+    fused_inputs,
+    make_inputs,
+)
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
 
@@ -152,6 +159,12 @@ def test_segment_map() -> None:
     expected = delta_rule.segment_map(k, v, log_decay, beta, lengths, implementation="reference")
     for a, e in zip(found, expected, strict=True):
         assert_close(a, e, 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_lengths", [True, False])
+def test_gradient_of_segment_map(with_lengths: bool) -> None:
+    check_gradient_of_segment_map(gpu.segment_map, INTERPRET, 40, jnp.float32, with_lengths)
 
 
 def test_step() -> None:

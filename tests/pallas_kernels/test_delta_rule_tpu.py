@@ -227,6 +227,42 @@ def test_segment_map() -> None:
         assert_close(a, e, 1e-6)
 
 
+def check_gradient_of_segment_map(
+    segment_map: Any, interpret: Any, value_dim: int, low: Any, with_lengths: bool
+) -> None:
+    """That of a kernel's map is the portable form's, whatever lies in the padding."""
+    _, k, v, log_decay, beta, _ = make_inputs(10, (2, 6, 1, 8, value_dim))
+    x, lengths = [k.astype(low), v.astype(low), log_decay, beta], None
+    if with_lengths:
+        lengths = jnp.asarray([6, 3], jnp.int32)
+        invalid = np.arange(6)[None, :] >= np.asarray(lengths)[:, None]
+        x = [jnp.where(invalid.reshape(*invalid.shape, *(1,) * (a.ndim - 2)), jnp.nan, a) for a in x]
+    rng = np.random.default_rng(11)
+    w_map, w_added = (
+        jnp.asarray(rng.standard_normal((2, 1, 8, size)), jnp.float32) for size in (8, value_dim)
+    )
+
+    def loss(x: list[jax.Array], of: Any, **options: Any) -> jax.Array:
+        moved, added = of(*x, lengths, **options)
+        return jnp.sum(w_map * moved) + jnp.sum(w_added * added)
+
+    # In one program: what is the same in both is compiled once.
+    @jax.jit
+    def both(x: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        found = jax.grad(loss)(x, segment_map, interpret=interpret)
+        return found, jax.grad(loss)(x, delta_rule.segment_map, implementation="xla")
+
+    for a, e, of in zip(*both(x), x, strict=True):
+        assert a.dtype == of.dtype
+        assert float(jnp.abs(e).max()) > 0
+        np.testing.assert_array_equal(a, e)
+
+
+@pytest.mark.parametrize("with_lengths", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_gradient_of_segment_map(with_lengths: bool) -> None:
+    check_gradient_of_segment_map(tpu.segment_map, True, 16, jnp.bfloat16, with_lengths)
+
+
 def test_step() -> None:
     *token, state = make_inputs(7, (3, 1, 2, 16, 8))
     token = [a[:, 0] for a in token]
@@ -310,13 +346,18 @@ def test_results_vary_over_the_axes_of_the_arguments() -> None:
             o, last = tpu.delta_rule(q, k, v, log_decay, beta, state)
             return jax.lax.psum(jnp.sum(o) + jnp.sum(last), "context")
 
+        def map_loss(beta: jax.Array) -> jax.Array:
+            moved, added = tpu.segment_map(k, v, log_decay, beta)
+            return jax.lax.psum(jnp.sum(moved) + jnp.sum(added), "context")
+
         maps = tpu.segment_map(k, v, log_decay, beta)
-        return jax.lax.pcast(jax.grad(loss)(state), "context", to="varying"), maps
+        gradients = jax.grad(loss)(state), jax.grad(map_loss)(beta)
+        return jax.lax.pcast(gradients, "context", to="varying"), maps
 
     sharded = jax.shard_map(functions, mesh=mesh, in_specs=(P(None, "context"), P()), out_specs=P("context"))
     others = [x[0], *x[2:]]
-    gradient, _ = jax.eval_shape(sharded, x[1], others)
-    assert gradient.shape == x[5].shape
+    (of_state, of_beta), _ = jax.eval_shape(sharded, x[1], others)
+    assert of_state.shape == x[5].shape and of_beta.shape == x[4].shape
 
     def step(k: jax.Array, others: list[jax.Array]) -> Any:
         return tpu.step(others[0], k, *others[1:])
