@@ -1,7 +1,7 @@
-"""Index selection for TPU compiles for every chip in seconds at any length, without scores in memory or a sort."""
+"""Index selection for TPU compiles for every chip to a program of the same size at any length, without scores in memory
+or a sort."""
 
 import re
-import time
 from typing import Any
 
 import jax
@@ -18,6 +18,10 @@ PAGE = 64
 LANES = 128
 SMALL = 2**20
 """Bytes for what surrounds a kernel: lengths, page tables."""
+
+MOST_INSTRUCTIONS = 200
+"""Of a program around the kernel, in fusions and computations too: 37 to 77 in the quick tests for v5p and v6e, 131,072
+keys or a million."""
 
 PREFILL = IndexSelectShape(1, 64, 32, 128, 131072, 2048)
 LONG_PREFILL = PREFILL._replace(keys=1048576)
@@ -72,15 +76,16 @@ def check(chip: str, shape: IndexSelectShape, key_dtype: Any = jnp.bfloat16, pag
         return tpu.select(q, k, weights, positions, shape.top_k, table)
 
     inputs = arguments(shape, key_dtype, paged)
-    start = time.perf_counter()
     compiled = compile_for_tpu(chip, function, *inputs)
-    seconds = time.perf_counter() - start
+    text = compiled.as_text()
+    assert text is not None
+    instructions = text.count(" = ")
     keys = (
         f"{key_dtype if isinstance(key_dtype, str) else jnp.dtype(key_dtype)}{' in pages' if paged else ''}"
     )
-    print(f"{chip}, {shape}, {keys}: compiled in {seconds:.1f} s, {temporary_bytes(compiled)} bytes")
-    # What `lax.top_k` of eight rows of a million takes; this takes a tenth, on one slow core.
-    assert seconds < 58
+    print(f"{chip}, {shape}, {keys}: {instructions} instructions, {temporary_bytes(compiled)} bytes")
+    # What the compiler has to do, whatever the length.
+    assert instructions < MOST_INSTRUCTIONS
     # The queries in whole blocks, heads first, and their weights and positions in 128 lanes each.
     block = min(tpu.QUERY_BLOCK, -(-shape.queries // 8) * 8)
     queries = shape.batch * -(-shape.queries // block) * block
@@ -97,8 +102,7 @@ def check(chip: str, shape: IndexSelectShape, key_dtype: Any = jnp.bfloat16, pag
         # The compiler keeps narrow keys in another layout than the kernel reads.
         allowed += shape.batch * shape.keys * 128 * inputs[1].dtype.itemsize
     assert temporary_bytes(compiled) <= allowed
-    text = compiled.as_text()
-    assert text is not None and "tpu_custom_call" in text
+    assert "tpu_custom_call" in text
     assert not ranking_operations(compiled)
 
 
@@ -135,7 +139,7 @@ def test_every_shape(name: str, paged: bool, chip: str) -> None:
 @pytest.mark.parametrize("turn", range(3))
 @pytest.mark.parametrize("name", KEY_TYPES)
 def test_every_key_type(name: str, turn: int) -> None:
-    """Every type on every chip and in every kind of call, though not all three together."""
+    """Every type on every chip and in every kind of call, though not all three together: a third of the 45 programs."""
     shape, paged = [(PREFILL, False), (SPECULATIVE, True), (SHAPES["decode_2p8t"], False)][turn]
     chip = list(CHIPS)[(turn + list(KEY_TYPES).index(name)) % 3]
     check(chip, shape, KEY_TYPES[name], paged=paged)

@@ -63,7 +63,9 @@ count = 0
 
 @settings(max_examples=examples, deadline=None, derandomize=True, database=None,
           suppress_health_check=list(HealthCheck))
-@given(st.integers(0, 2**32 - 1), st.integers(1, S), st.booleans(),
+@given(st.integers(0, 2**32 - 1), st.integers(1, S),
+       # Interpreted kernels add in another order: equal sets are promised where sums are exact.
+       st.just(True) if interpreted else st.booleans(),
        st.sampled_from([(-2.0, -1.0), (-0.0, 0.0), (-1.0, -0.0, 0.0, 0.5, 1.0), (1.0, 2.0)]))
 def check(seed, distinct, exact, signs):
     global count
@@ -79,9 +81,6 @@ def check(seed, distinct, exact, signs):
     if exact:
         np.testing.assert_array_equal(
             index_select.select(q, k, w, positions, TOP_K, implementation="reference"), whole)
-    elif interpreted:
-        # Another order of additions: equal sets are promised where sums are exact.
-        return
     for shards in shard_counts:
         np.testing.assert_array_equal(program(shards, False)(q, k, w, positions), whole)
         pages, table = paged_form(rng, k, positions, shards)
@@ -123,7 +122,7 @@ def test_every_number_of_shards() -> None:
 
 @pytest.mark.slow
 def test_every_number_of_shards_on_interpreted_tpus() -> None:
-    assert run_on_eight_devices(6, "tpu", (1, 2, 4, 8)) >= 8
+    assert run_on_eight_devices(6, "tpu", (1, 2, 4, 8)) >= 6 * 4 * 2
 
 
 def exact_problem(seed: int) -> tuple[Any, ...]:
