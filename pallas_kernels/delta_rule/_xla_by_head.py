@@ -141,9 +141,9 @@ def _forward(
             starts = place.write(starts, state[None])
         group = jax.tree.map(lambda x: place.read(x, size), padded)
         state, o_TV, boundaries_NKV = _advance_group(with_boundaries, state, group)
-        if o is not None:
+        if o is not None and o_TV is not None:
             o = place.write(o, o_TV)
-        if boundaries is not None:
+        if boundaries is not None and boundaries_NKV is not None:
             boundaries = place.write(boundaries, boundaries_NKV)
         return state, place.of_row().write(final, state[None]), o, starts, boundaries
 

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from moe28t_jax.model.numerics import gated_rms_norm, l2_norm, layer_norm, linear, rms_norm
+from moe28t_jax.model.numerics import gated_rms_norm, l2_norm, layer_norm, linear, pick, rms_norm
 from moe28t_jax.model.residual import mix
 
 BF16 = ml_dtypes.bfloat16
@@ -91,3 +91,12 @@ def test_linear_sums_in_float32(size):
     x = jnp.concatenate([jnp.full((1, 256), 1 / 256, jnp.bfloat16), jnp.full((1, 1), 2**-7, jnp.bfloat16)], 1)
     assert (linear(x, weight) == jnp.asarray(1 + 2**-7, jnp.bfloat16)).all()
     assert jax.eval_shape(linear, x, weight).dtype == jnp.bfloat16
+
+
+def test_what_is_picked_gets_its_gradient_back():
+    values, slopes = jnp.asarray(RNG.standard_normal((2, 3, 7))), jnp.asarray(RNG.standard_normal((2, 3, 4)))
+    index = jnp.asarray(RNG.integers(0, 7, (2, 3, 4)), jnp.int32).at[0, 0].set(6)  # one of them four times
+    found, back = jax.vjp(lambda values: pick(values, index), values)
+    expected, transposed = jax.vjp(lambda values: jnp.take_along_axis(values, index, axis=-1), values)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_allclose(back(slopes)[0], transposed(slopes)[0], rtol=1e-6)

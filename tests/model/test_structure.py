@@ -147,7 +147,7 @@ def test_decode_updates_the_donated_cache_in_place(layout, stack, k31_config) ->
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     latent = max(leaf.nbytes for leaf in jax.tree.leaves(cache))
     one, key = jnp.float32(0), jax.random.key(0)
-    compiled = steps_module._decode.lower(
+    compiled = steps_module.DECODE.on("cpu").lower(
         model._leaves, model._structure, jnp.zeros((2,), jnp.int32), jnp.ones((2,), bool), cache, key, one, one,
         config=config,
     ).compile()  # fmt: skip

@@ -316,7 +316,7 @@ def test_chunks_take_their_own_features() -> None:
 
 
 def test_text_never_meets_the_program_for_images() -> None:
-    compiled: Any = engine_steps._forward
+    compiled: Any = engine_steps.FORWARD.on("cpu")
     ids, text, lengths, features = prompts()
     prefill(64, text, lengths, None)
     before = compiled._cache_size()

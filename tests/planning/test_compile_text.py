@@ -197,13 +197,20 @@ def test_slices_and_updates_in_place_count_what_they_touch() -> None:
     assert shares == {"row": 2 * KIB, "new": 2 * KIB}
 
 
+BITCAST = "ROOT %row = f32[256]{0} bitcast(%slice)"
+
+
 def test_a_fusion_that_is_begun_and_awaited_counts_as_one() -> None:
     entry = (
         "  %stack = f32[8,256]{1,0} parameter(0)\n  %i = s32[]{:S(2)} parameter(1)\n"
         "  %begun = ((f32[8,256]{1,0}, s32[]), f32[256]{0}, u32[]) fusion-start(%stack, %i), kind=kLoop, calls=%pick\n"
         "  ROOT %row = f32[256]{0} fusion-done(%begun)"
     )
-    module = parse(program(entry, FUSED))
+    moved = FUSED.replace(
+        "%row = f32[256]{0} bitcast(%slice)\n  ROOT %negative = f32[256]{0} negate(%row)", BITCAST
+    )
+    module = parse(program(entry, moved))
+    assert moved != FUSED
     assert {share.name: share.bytes for share in traffic(module).shares} == {"begun": 2 * KIB}
     [copied] = movements(module, {0: Weight("stack")}, 1)
     assert (copied.kind, copied.bytes, copied.instruction) == ("copy", KIB, "begun")

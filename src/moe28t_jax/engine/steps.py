@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,16 +24,40 @@ def round_up(count: int, grid: int = GRID) -> int:
     return -(-count // grid) * grid
 
 
-@partial(jax.jit, static_argnames=("structure", "config", "logits"), donate_argnames=("cache",))
+GPU_OPTIONS: dict[str, bool | str] = {
+    "xla_gpu_enable_dynamic_slice_fusion": True,
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_gpu_dot_merger_threshold_mb": "0",
+}
+"""How XLA compiles steps for GPUs. By itself it copies the weights of every layer out of their stacks before it
+multiplies with them, so that decoding moves them three times: its Triton products take no slice, and it joins small
+weights to multiply once. The library's products read a slice where it lies."""
+
+
+class _Program:
+    """A function of leaves and a cache that is given up, compiled for the platform that it is to run on."""
+
+    def __init__(self, function: Callable[..., Any], static: tuple[str, ...]) -> None:
+        compiled = partial(jax.jit, function, static_argnames=static, donate_argnames=("cache",))
+        self._usual, self._gpu = compiled(), compiled(compiler_options=GPU_OPTIONS)
+
+    def on(self, platform: str) -> Any:
+        """The jitted function."""
+        return self._gpu if platform in ("gpu", "cuda") else self._usual
+
+
 def _forward(leaves, structure, inputs, cache, config, logits):
     return forward(jax.tree.unflatten(structure, leaves), inputs, cache, config, logits)
 
 
-@partial(jax.jit, static_argnames=("structure", "config"), donate_argnames=("cache",))
 def _decode(leaves, structure, tokens_B, active_B, cache, key, temperature, top_p, config):
     inputs = Inputs(tokens_B[:, None], active_B.astype(jnp.int32))
     logits_BV, cache = forward(jax.tree.unflatten(structure, leaves), inputs, cache, config, "last")
     return sample(logits_BV, key, temperature, top_p), logits_BV, cache
+
+
+FORWARD = _Program(_forward, ("structure", "config", "logits"))
+DECODE = _Program(_decode, ("structure", "config"))
 
 
 def check_feature_count(pads: int, rows: int) -> None:
@@ -107,6 +132,8 @@ class Steps:
         if chunk % GRID:
             raise ValueError(f"The prefill chunk is {chunk}; it must be a multiple of {GRID} tokens.")
         self.config, self.chunk, self.mesh = config, chunk, mesh
+        device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+        self._forward, self._decode = FORWARD.on(device.platform), DECODE.on(device.platform)
         self.dtype = parameters["embedding"].dtype
         self.stacked = parameters.stacked(config)
         # Flattened once: a module's traversal on every call costs more than a small model's step.
@@ -132,7 +159,7 @@ class Steps:
         """`moe28t_jax.forward`, compiled for these shapes; with image features it is another program."""
         inputs = Inputs(token_ids, lengths, image_features)
         with self.on_mesh():
-            return _forward(self._leaves, self._structure, inputs, cache, self.config, logits)
+            return self._forward(self._leaves, self._structure, inputs, cache, self.config, logits)
 
     def prefill(
         self,
@@ -182,7 +209,7 @@ class Steps:
     ) -> tuple[Int[Array, " B"], Float[Array, "B V"], Cache]:
         """Read one token per active row and draw the next: (next tokens, logits, cache)."""
         with self.on_mesh():
-            return _decode(
+            return self._decode(
                 self._leaves,
                 self._structure,
                 tokens_B,
@@ -203,7 +230,7 @@ class Steps:
         """The program of `forward` without images, and of a `prefill` chunk, lowered and not run."""
         inputs = Inputs(token_ids, lengths, None)
         with self.on_mesh():
-            return _forward.lower(self._leaves, self._structure, inputs, cache, self.config, logits)
+            return self._forward.lower(self._leaves, self._structure, inputs, cache, self.config, logits)
 
     def lower_decode(
         self, tokens_B: Any, active_B: Any, cache: Any, key: Any, temperature: Any, top_p: Any
@@ -211,4 +238,4 @@ class Steps:
         """The program of `decode`, lowered and not run."""
         arguments = (tokens_B, active_B, cache, key, temperature, top_p)
         with self.on_mesh():
-            return _decode.lower(self._leaves, self._structure, *arguments, config=self.config)
+            return self._decode.lower(self._leaves, self._structure, *arguments, config=self.config)

@@ -61,6 +61,9 @@ def gates(
     assert isinstance(kda, KDAConfig)
     heads = (*x_BTD.shape[:2], kda.num_heads, kda.head_dim)
     raw_BTHK = linear(linear(x_BTD, parameters["f_a_proj"]), parameters["f_b_proj"]).reshape(heads)
+    if x_BTD.shape[1] == 1:
+        # Otherwise the compiler for GPUs copies two small weights together to multiply by both at once.
+        x_BTD = jax.lax.optimization_barrier(x_BTD)
     beta_BTH = jax.nn.sigmoid(linear(x_BTD, parameters["b_proj"]).astype(compute_dtype(x_BTD.dtype)))
     decay_BTHK = log_decay(
         raw_BTHK, parameters["A_log"][: kda.num_heads], parameters["dt_bias"], kda.gate_lower_bound

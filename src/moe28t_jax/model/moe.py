@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moe28t_jax.config import ModelConfig, MoEConfig
-from moe28t_jax.model.numerics import compute_dtype, linear, rms_norm
+from moe28t_jax.model.numerics import compute_dtype, head_product, linear, pick, rms_norm
 from moe28t_jax.model.parameters import Group
 from moe28t_jax.parallel.experts import expert_parallel
 from moe28t_jax.parallel.mesh import current_mesh
@@ -37,10 +37,16 @@ def route(
     normalised over them. Equal choices go to the lowest expert number.
     """
     dtype = compute_dtype(x_ND.dtype)
-    scores_NE = jax.nn.sigmoid(linear(x_ND.astype(dtype), parameters["router"].astype(dtype)))
+    router = parameters["router"]
+    if router.dtype == x_ND.dtype:
+        # Products of narrow numbers are exact in the accumulator's type, and the weight is read as it lies.
+        logits_NE = head_product("...d,de->...e", x_ND, router)
+    else:
+        logits_NE = linear(x_ND.astype(dtype), router.astype(dtype))
+    scores_NE = jax.nn.sigmoid(logits_NE)
     choice_NE = scores_NE + parameters["router_bias"].astype(dtype)
     _, experts_NK = jax.lax.top_k(jax.lax.stop_gradient(choice_NE), moe.num_experts_per_token)
-    weights_NK = jnp.take_along_axis(scores_NE, experts_NK, axis=-1)
+    weights_NK = pick(scores_NE, experts_NK)
     if moe.renormalize:
         weights_NK = weights_NK / (jnp.sum(weights_NK, axis=-1, keepdims=True) + 1e-20)
     return experts_NK, weights_NK * moe.routed_scaling_factor, scores_NE

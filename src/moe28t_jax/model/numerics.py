@@ -6,7 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
@@ -69,3 +69,25 @@ def l2_norm(x: Float[Array, "*batch n"], eps: float = 1e-6) -> Float[Array, "*ba
     """x * rsqrt(sum(x^2) + eps) in float32: eps inside the root, on the sum (KDA queries and keys)."""
     wide = x.astype(compute_dtype(x.dtype))
     return wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + eps)
+
+
+@jax.custom_vjp
+def pick(values_xN: Float[Array, "*x N"], index_xK: Int[Array, "*x K"]) -> Float[Array, "*x K"]:
+    """Elements of the last axis by number, each from 0 to N - 1. Their gradients are summed by comparison: the scatter
+    of a gather takes TPU compilers long and adds in no fixed order on GPUs."""
+    return jnp.take_along_axis(values_xN, index_xK, axis=-1)
+
+
+def _pick_forward(values_xN: Array, index_xK: Array) -> tuple[Array, tuple[Array, Array]]:
+    # An array without elements carries the length of the axis.
+    return pick(values_xN, index_xK), (index_xK, jnp.zeros((values_xN.shape[-1], 0), jnp.int8))
+
+
+def _pick_backward(residuals: tuple[Array, Array], cotangent_xK: Array) -> tuple[Array, None]:
+    index_xK, like = residuals
+    is_it_xKN = index_xK[..., None] == jnp.arange(like.shape[0], dtype=index_xK.dtype)
+    terms_xKN = jnp.where(is_it_xKN, cotangent_xK[..., None], jnp.zeros((), cotangent_xK.dtype))
+    return jnp.sum(terms_xKN, axis=-2, dtype=cotangent_xK.dtype), None
+
+
+pick.defvjp(_pick_forward, _pick_backward)
