@@ -22,7 +22,7 @@ help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 demo: .venv/.installed-core ## the shipped checkpoint continues PROMPT="...", sees a picture, uses a tool
-	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/moe28t demo --prompt "$$DEMO_PROMPT"
+	@JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/moe28t demo --prompt="$$DEMO_PROMPT"
 
 dev: .venv/.installed-dev ## install into .venv what notebooks, plots, tests and lint need too
 

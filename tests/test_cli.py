@@ -317,7 +317,7 @@ def test_help_version_and_usage_errors(capsys) -> None:
         ),
         (["licence", "x", "--revenue", "-5"], "--revenue: -5 is not an amount from 0 on"),
         (["generate", "--max-new-tokens", "0"], "0 is not a positive whole number"),
-        (["generate", "--max-new-tokens", "many"], "'many'"),
+        (["generate", "--max-new-tokens", "many"], "many is not a positive whole number"),
         (["convert", "a"], "target"),
         (["convert", "a", "b", "--to", "int8"], "'int8'"),
     ):
@@ -343,7 +343,8 @@ def test_a_failing_disk_ends_with_status_1(capsys, folder, monkeypatch) -> None:
         raise OSError(28, "No space left on device", "/some/file")
 
     monkeypatch.setattr("moe28t_jax.weights.convert", full)
-    fails(capsys, ["convert", folder, "/tmp/never-made"], "No space left on device: '/some/file'", status=1)
+    sentence = "The disk is full, so '/tmp/never-made' was not written; make room"
+    fails(capsys, ["convert", folder, "/tmp/never-made"], sentence, status=1)
 
 
 def test_a_fault_of_the_program_is_not_hidden(folder, monkeypatch) -> None:
@@ -364,6 +365,14 @@ def test_a_prompt_outside_unicode_and_a_huge_seed_are_named(capsys, folder) -> N
     command = ["generate", "--model", folder, "--no-echo", "--prompt"]
     fails(capsys, [*command, "a\udcffb"], "is not Unicode text (character 1")
     fails(capsys, [*command, "x", "--seed", "99999999999999999999"], "seed is 99999999999999999999")
+
+
+def test_kernels_of_devices_that_are_not_there(capsys, folder) -> None:
+    fails(
+        capsys,
+        ["generate", "--model", folder, "--prompt", "x", "--kernels", "tpu"],
+        "JAX finds cpu here; leave it",
+    )
 
 
 def test_a_preset_without_weights_says_so(capsys) -> None:

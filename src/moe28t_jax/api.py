@@ -55,10 +55,7 @@ class Model:
         name: str = "model",
         licence: LicenceResult | None = None,
     ):
-        if max_context is not None and not 1 <= max_context <= config.max_context:
-            raise ValueError(
-                f"max_context is {max_context}; this model allows 1 to {config.max_context} tokens per sequence."
-            )
+        _check_context(max_context, config)
         self.config, self.parameters, self.tokenizer, self.mesh = config, parameters, tokenizer, mesh
         self.max_context = max_context or config.max_context
         self.name, self.licence = name, licence
@@ -323,6 +320,14 @@ def _features_of(
     return features[np.pad(rows, (0, max(len(media) - rows.size, 0)))]
 
 
+def _check_context(max_context: int | None, config: ModelConfig) -> None:
+    whole = isinstance(max_context, int) and not isinstance(max_context, bool)
+    if max_context is not None and not (whole and 1 <= max_context <= config.max_context):
+        raise ValueError(
+            f"max_context is {max_context}; this model allows 1 to {config.max_context} tokens per sequence."
+        )
+
+
 def load(
     source: str | Path,
     mesh: jax.sharding.Mesh | None = None,
@@ -360,9 +365,12 @@ def load(
         check_mesh(mesh)
     found = resolve(source)
     try:
-        dtype = np.dtype(jnp.dtype(dtype))
+        found_dtype = np.dtype(jnp.dtype(dtype))
     except TypeError:
-        raise ValueError(f"dtype is {dtype!r}; it must be bfloat16, float32 or float64.") from None
+        found_dtype = None
+    if found_dtype not in (jnp.bfloat16, jnp.float32, jnp.float64):
+        raise ValueError(f"dtype is {dtype!r}; it must be bfloat16, float32 or float64.")
+    dtype = found_dtype
     licence = found.licence(accept_licence)
     config = found.config(overrides or {})
     if mesh is not None:
@@ -371,11 +379,13 @@ def load(
         layout, stacked = None, False
     else:
         layout, stacked = device_layout(device)
-    parameters, config = found.parameters(config, dtype, mesh, stacked, vision, cache, progress, layout)
+    # What is known to be wrong is said before weights are read.
+    _check_context(max_context, config)
     tokenizer = found.tokenizer()
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"{TOKENIZER_FILE} has {tokenizer.vocab_size} ids and the model {config.vocab_size}; they belong to "
             "different checkpoints."
         )
+    parameters, config = found.parameters(config, dtype, mesh, stacked, vision, cache, progress, layout)
     return Model(config, parameters, tokenizer, max_context, mesh, found.name, licence)

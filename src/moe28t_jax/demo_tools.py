@@ -56,6 +56,10 @@ def specifications(names: Iterable[str] = TOOLS) -> list[dict[str, Any]]:
     return result
 
 
+DEMO_FILES = {"left8.txt": "line"}
+"""What the command line's tools find at first."""
+
+
 class Toolbox:
     """The tools with their memory: `store` (key to JSON value) and `files` (name to text)."""
 

@@ -183,7 +183,7 @@ def test_an_inactive_row_of_a_decode_step_keeps_its_cache() -> None:
     (([], 3), {}, r"The prompt has no tokens; give at least one character or token id\."),
     (([5, 256], 3), {}, r"Token id 256 is outside the vocabulary of 256 ids\."),
     (([-1, 5], 3), {}, r"Token id -1 is outside the vocabulary of 256 ids\."),
-    (([5] * 4096, 3), {}, r"The prompt has 4096 tokens and the context holds 4096; shorten it or load the model"),
+    (([5] * 4096, 3), {}, r"The prompt has 4096 tokens and the context holds 4096; shorten it\."),
     (([5], 0), {}, r"max_new_tokens is 0; it must be at least 1\."),
     (([5], 3), {"temperature": -0.5}, r"temperature is -0\.5; it must be 0 \(greedy\) to 1e\+06\."),
     (([5], 3), {"temperature": float("nan")}, r"temperature is nan; it must be 0"),

@@ -125,6 +125,11 @@ def test_the_table_tells_the_verdict_and_the_arithmetic(capsys: pytest.CaptureFi
             ["--chips", "h200:16", "--phase", "train", "--chunk", "64"],
             "and a step of train has none; leave it out",
         ),
+        (["--mesh", "h200-16", "--plot", "plan"], "The plot 'plan' ends in none of .pdf, .png, .svg"),
+        (
+            ["--mesh", "h200-16", "--plot", "absent/plan.png"],
+            "is in a folder that does not exist; make 'absent'",
+        ),
         (["--mesh", "h200-16", "--prices", "absent.toml"], "There is no price table 'absent.toml'; copy "),
     ],
 )

@@ -25,6 +25,7 @@ from moe28t_jax.cli.compile import add_compile_options, run_compile
 from moe28t_jax.cli.demo import IMAGE_QUESTION, TOOL_QUESTION, run_demo
 from moe28t_jax.cli.files import run_inspect, run_score
 from moe28t_jax.cli.generate import run_generate
+from moe28t_jax.cli.interrupts import heard
 from moe28t_jax.cli.plan import add_licence_options, add_plan_options, run_licence, run_plan
 from moe28t_jax.parallel.watch import HostError
 
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        with _kernels(getattr(options, "kernels", None)):
+        with heard(), _kernels(getattr(options, "kernels", None)):
             status = options.run(options)
         # What is still held back fails here, where it is answered.
         sys.stdout.flush()
@@ -123,10 +124,9 @@ def _sentence(error: Exception) -> str:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return value
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:

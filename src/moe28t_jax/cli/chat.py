@@ -52,11 +52,11 @@ class Client:
         self.images: list[tuple[str, str]] = []
         self.printer = Printer()
         if options.demo_tools:
-            from moe28t_jax.demo_tools import Toolbox, specifications
+            from moe28t_jax.demo_tools import DEMO_FILES, Toolbox, specifications
 
             if options.tools is not None:
                 fail("--demo-tools brings its own tools; leave out --tools.")
-            self.tools, self.execute = specifications(), Toolbox().execute
+            self.tools, self.execute = specifications(), Toolbox(files=DEMO_FILES).execute
         elif options.tools is not None:
             self.tools = read_tools(options.tools)
         self._commands: dict[str, Callable[[str], None]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,16 @@ def _run(options: argparse.Namespace, action: Callable[[Any], None]) -> int:
     started = time.perf_counter()
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        action(progress)
+        try:
+            action(progress)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise OSError(
+                errno.ENOSPC,
+                f"The disk is full, so {str(options.target)!r} was not written; make room and run this again, which "
+                f"goes on where it can, or delete the folders '.{options.target.name}.*' beside it to give it up",
+            ) from None
     size = sum(file.stat().st_size for file in options.target.rglob("*") if file.is_file())
     seconds = round(time.perf_counter() - started, 2)
     if options.json:
@@ -32,9 +42,8 @@ def _run(options: argparse.Namespace, action: Callable[[Any], None]) -> int:
 def _folder(text: str, what: str) -> Path:
     """A path of this machine; a sentence for an address."""
     if "://" in text:
-        fail(
-            f"{what} {text!r} is an address, but {what} is a folder of this machine: fetch it or copy it there."
-        )
+        way = "fetch it first" if what == "SOURCE" else "write a folder and copy it there"
+        fail(f"{what} {text!r} is an address, but {what} is a folder of this machine: {way}.")
     return Path(text)
 
 
@@ -104,8 +113,8 @@ def run_fake_checkpoint(options: argparse.Namespace) -> int:
 
     options.target = _folder(options.target, "--out")
     config = ModelConfig.preset(options.preset).override(overrides(options))
-    if not options.shard_gigabytes > 0:
-        fail(f"--shard-gigabytes is {options.shard_gigabytes}; it must be more than 0.")
+    if not 0 < options.shard_gigabytes < 1e9:
+        fail(f"--shard-gigabytes is {options.shard_gigabytes}; it must be more than 0 and finite.")
     _check_free(options)
 
     def action(progress: Any) -> None:

@@ -96,6 +96,10 @@ def load_model(options: argparse.Namespace) -> Any:
         keep_programs(options.programs)
 
     import jax
+
+    platform = jax.default_backend()
+    if options.kernels is not None and platform != options.kernels:
+        fail(f"--kernels {options.kernels} needs such devices, and JAX finds {platform} here; leave it out.")
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
     from moe28t_jax.api import load
@@ -108,7 +112,7 @@ def load_model(options: argparse.Namespace) -> Any:
     dtype = options.dtype
     if dtype == "auto":
         # A CPU has no fast bfloat16 arithmetic.
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        dtype = "float32" if platform == "cpu" else "bfloat16"
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with progress_display(*columns, transient=True) as progress:
         return load(
@@ -185,7 +189,8 @@ def _standard_input(remedy: str) -> str:
 
 def read_json(path: Path) -> Any:
     """A file's JSON value; ValueError where it is none."""
-    text = read_text(path)
+    # Some editors begin a file with a byte order mark, which JSON does not have.
+    text = read_text(path).removeprefix("\ufeff")
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -204,7 +209,7 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
     if isinstance(value, dict):
         value = value.get("tools")
     if not isinstance(value, list):
-        fail(f"{str(path)!r} holds no list of tools; write [{{'type': 'function', 'function': ...}}].")
+        fail(f'{str(path)!r} holds no list of tools; write [{{"type": "function", "function": ...}}].')
     return normalize_tools(value) or []
 
 

@@ -18,14 +18,13 @@ CHAT_OPTIONS = {"max_new_tokens": 400}
 IMAGE_QUESTION = "Describe it."
 TOOL_QUESTION = "Read left8.txt."
 DEMO_TOOLS = ("read",)
-DEMO_FILES = {"left8.txt": "line"}
 SCENE = ("triangle", "green", 3, "top")
 SCENE_SEED = 0
 
 
 def run_demo(options: argparse.Namespace) -> int:
     """Run the command; a model without an image tower shows what it can, and the missing part is a failure."""
-    from moe28t_jax.demo_tools import Toolbox, specifications
+    from moe28t_jax.demo_tools import DEMO_FILES, Toolbox, specifications
 
     picture, drawn = _picture(options.image)
     model = load_model(options)

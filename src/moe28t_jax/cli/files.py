@@ -41,6 +41,7 @@ def run_score(options: argparse.Namespace) -> int:
     if not texts:
         fail("There is nothing to score; name files or folders (or --heldout for nano's held-out texts).")
     model = load_model(options)
+    texts = _short_enough(texts, model, skipped) or texts[:1]
     with progress_display(TextColumn("scored tokens"), MofNCompleteColumn()) as progress:
         task = progress.add_task("scoring", total=None)
         scores = score_texts(model, texts, options.batch, lambda count: progress.advance(task, count))
@@ -69,6 +70,21 @@ def _texts(paths: Sequence[Path]) -> tuple[list[tuple[str, str]], list[str]]:
                 remark(f"moe28t score: skipped {str(file)!r}: it is empty.")
                 skipped.append(str(file))
     return texts, skipped
+
+
+def _short_enough(texts: list[tuple[str, str]], model: Any, skipped: list[str]) -> list[tuple[str, str]]:
+    """Without those that the context does not hold, which are noted, where others stay."""
+    if model.tokenizer is None or len(texts) == 1:
+        return texts  # an error says what is wrong
+    kept = []
+    for name, text in texts:
+        count = len(model.tokenizer.encode(text))
+        if count <= model.max_context:
+            kept.append((name, text))
+        else:
+            remark(f"moe28t score: skipped {name!r}: its {count} tokens are more than the context holds.")
+            skipped.append(name)
+    return kept
 
 
 def _print_scores(

@@ -22,6 +22,9 @@ from moe28t_jax.cli.common import (
     remark,
 )
 
+# Of a request: what is read, and what says nothing about the answer.
+_READ = ("messages", "tools", "tool_choice", "response_format", *THINKING_FIELDS)
+_IDLE = ("model", "stream", "stream_options", "user", "metadata", "store")
 _SAMPLING = {
     "max_new_tokens": ("max_completion_tokens", "max_tokens"),
     "temperature": ("temperature",),
@@ -94,11 +97,11 @@ def _answer(options: argparse.Namespace) -> int:
     request = _request(options)
     execute = None
     if options.demo_tools:
-        from moe28t_jax.demo_tools import Toolbox, specifications
+        from moe28t_jax.demo_tools import DEMO_FILES, Toolbox, specifications
 
         if request.get("tools"):
             fail("--demo-tools brings its own tools; leave out --tools, or the tools of the request.")
-        request["tools"], execute = specifications(), Toolbox().execute
+        request["tools"], execute = specifications(), Toolbox(files=DEMO_FILES).execute
     values = _sampling_of(request, sampling(options))
     check_sampling(values)
     _check(request, options.image or [])
@@ -151,7 +154,7 @@ def _request(options: argparse.Namespace) -> dict[str, Any]:
         else:
             fail(
                 f"{str(options.messages)!r} holds a {type(value).__name__}; expected a list of messages, or an object "
-                "with the list as messages: write it as in [{'role': 'user', 'content': 'Hello'}]."
+                'with the list as messages: write it as in [{"role": "user", "content": "Hello"}].'
             )
     messages = request.get("messages")
     if not isinstance(messages, list):
@@ -179,6 +182,12 @@ def _check(request: dict[str, Any], images: list[str]) -> None:
     from moe28t_jax.chat import image_parts, normalize_request, open_image
     from moe28t_jax.conversation import image_source, with_images
 
+    known = {*_READ, *_IDLE, *(field for fields in _SAMPLING.values() for field in fields)}
+    left_out = sorted(name for name, value in request.items() if name not in known and value is not None)
+    if left_out:
+        remark(
+            f"moe28t generate: left out of the request, since it has no effect here: {', '.join(left_out)}."
+        )
     request["messages"] = with_images(request["messages"], [open_image(path) for path in images])
     checked = normalize_request(request)
     for part in image_parts(checked.messages):

@@ -18,10 +18,12 @@ def run_plan(options: argparse.Namespace) -> int:
     from moe28t_jax.planning import load_prices
 
     config = ModelConfig.preset(options.preset).override(overrides(options))
+    if options.plot is not None:
+        from moe28t_jax.planning.plot import check_plot, plot_plan
+
+        check_plot(options.plot)
     plan = _plan(options, config, load_prices(options.prices))
     if options.plot is not None:
-        from moe28t_jax.planning.plot import plot_plan
-
         plot_plan(plan, options.plot)
     if options.json:
         print(json_text(plan.to_json() | ({"plot": str(options.plot)} if options.plot is not None else {})))

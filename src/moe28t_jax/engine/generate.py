@@ -70,9 +70,9 @@ def check_generation(
         bad = next(i for i in prompt_ids if not 0 <= i < config.vocab_size)
         raise ValueError(f"Token id {bad} is outside the vocabulary of {config.vocab_size} ids.")
     if len(prompt_ids) >= limit:
+        more = " or load the model with a larger max_context" if limit < config.max_context else ""
         raise ValueError(
-            f"The prompt has {len(prompt_ids)} tokens and the context holds {limit}; shorten it or load the model "
-            "with a larger max_context."
+            f"The prompt has {len(prompt_ids)} tokens and the context holds {limit}; shorten it{more}."
         )
     check_sampling(max_new_tokens, temperature, top_p, seed)
 

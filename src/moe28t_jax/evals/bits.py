@@ -68,9 +68,10 @@ def score_texts(
             raise ValueError(f"{name!r} is empty; bits per byte need at least one byte.")
         ids = tokenizer.encode(text)
         if len(ids) > model.max_context:
+            shorter = model.max_context < model.config.max_context
+            more = " or load the model with a larger max_context" if shorter else ""
             raise ValueError(
-                f"{name!r} has {len(ids)} tokens and the context holds {model.max_context}; split the text or load "
-                "the model with a larger max_context."
+                f"{name!r} has {len(ids)} tokens and the context holds {model.max_context}; split the text{more}."
             )
         encoded.append(np.asarray([tokenizer.bos_id, *ids], np.int32))
 

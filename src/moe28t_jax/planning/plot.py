@@ -13,9 +13,25 @@ def batches(plan: Plan) -> list[int]:
     return sorted({*(power for power in powers if power <= 4 * plan.batch), plan.batch})
 
 
+PICTURES = (".pdf", ".png", ".svg")
+
+
+def check_plot(path: str | Path) -> None:
+    """Raise ValueError for a path to which no picture can be written."""
+    path = Path(path)
+    if path.suffix.lower() not in PICTURES:
+        raise ValueError(f"The plot {str(path)!r} ends in none of {', '.join(PICTURES)}; name such a file.")
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"The plot {str(path)!r} is in a folder that does not exist; make {str(path.parent)!r} first."
+        )
+
+
 def plot_plan(plan: Plan, path: str | Path) -> None:
     """Draw three panels over the batch on the plan's mesh: bytes of a device against its limit, least time of a step,
-    cost of a million tokens where the price is known. Raises ValueError where matplotlib is not installed."""
+    cost of a million tokens where the price is known. Raises ValueError where matplotlib is not installed, or for a
+    path that is no picture's."""
+    check_plot(path)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
