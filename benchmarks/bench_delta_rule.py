@@ -33,7 +33,7 @@ SHAPES = "1x2048x4x128,1x8192x16x128,4x512x8x128"
 STEP_SHAPES = ((1, 32, 128), (8, 32, 128), (1, 96, 128))
 """Batch, heads, channels of one decode step: a layer of the 48B configuration, and one of the 2.8T one."""
 STEP_CALLS = 20
-LARGEST_KEPT_STATES = 1.5e9
+LARGEST_KEPT_STATES = 1e9
 """Bytes: the recurrence keeps the state of every token for its gradient; beyond this it is left out."""
 NEEDED_TOKAMAX = "0.0.17"
 

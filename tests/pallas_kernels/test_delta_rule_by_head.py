@@ -68,7 +68,7 @@ def states_token_by_token(x: dict[str, jax.Array]) -> Any:
     return token_by_token(x)[1:]
 
 
-@pytest.mark.parametrize("tokens", [1, 192])
+@pytest.mark.parametrize("tokens", [1, pytest.param(192, marks=pytest.mark.slow)])
 def test_states_without_outputs(tokens: int) -> None:
     """As maps of segments need them, whose first tokens are whole groups or a single one."""
     with jax.enable_x64(True):
@@ -139,6 +139,7 @@ def test_rows_on_several_devices() -> None:
     assert of_k.shape == x["k"].shape and of_others["beta_BTH"].shape == x["beta"].shape
 
 
+@pytest.mark.slow
 def test_temporary_memory_is_that_of_one_group() -> None:
     def temporary_bytes(tokens: int) -> int:
         x = jax.eval_shape(lambda: make_inputs(0, (1, tokens, 2, 64, 64)))
