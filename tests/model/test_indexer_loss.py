@@ -130,3 +130,14 @@ def test_keys_that_are_not_named_have_no_influence(form, junk, monkeypatch) -> N
         xs[1] = xs[1].at[b, unnamed].set(junk)
         xs[3] = xs[3].at[b, unnamed].set(junk)
     np.testing.assert_allclose(function(*xs), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("keys", [1, 127, 128, 129, 300])
+def test_named_keys(keys) -> None:
+    rng = np.random.default_rng(keys)
+    wanted = rng.uniform(size=(5, keys)) < 0.3
+    wanted[0], wanted[1], wanted[2] = True, False, np.arange(keys) == keys - 1
+    indices = np.full((5, keys), -1, np.int32)
+    for row, named in enumerate(wanted):
+        indices[row, rng.permutation(keys)[: named.sum()]] = rng.permutation(np.flatnonzero(named))
+    np.testing.assert_array_equal(module.named_keys(jnp.asarray(indices), keys), wanted)

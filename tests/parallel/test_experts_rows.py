@@ -1,5 +1,6 @@
 """Rows by key: counting them gives what a stable sort gives, and both directions of moving them are transposes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,52 +28,47 @@ def by_stable_sort(key: np.ndarray, num_keys: int, capacity: int) -> tuple[Any, 
     return entries, place.reshape(key.shape), sizes, len(order) <= capacity
 
 
-def any_keys(*shape: int) -> np.ndarray:
-    return RANDOM.integers(0, KEYS + 1, shape)
+@pytest.fixture(params=["sorted", "counted"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`sort_entries` compiled, in one of its forms."""
+    monkeypatch.setattr(experts_rows, "_SORTED_AT_MOST", {"sorted": 10**6, "counted": 0}[request.param])
+    # The limit is read when the function is traced: a new function is traced anew.
+    return jax.jit(lambda *arguments: sort_entries(*arguments), static_argnums=(1, 2))
 
 
-# Shapes of keys; around one block, around a block of blocks' starts (5 keys of 26 blocks are 130), one entry.
-ADVERSARIAL = {
-    "one entry": np.array([[3]]),
-    "one that is no child": np.array([[KEYS]]),
-    "one block less one": any_keys(127, 1),
-    "one block": any_keys(64, 2),
-    "one block and one": any_keys(43, 3),
-    "all of the first key": np.zeros((100, 4), int),
-    "all of the last key": np.full((100, 4), KEYS - 1),
-    "no child at all": np.full((100, 4), KEYS),
-    "empty keys": np.where(any_keys(100, 4) < 3, 1, 4),
-    "falling": np.sort(any_keys(400))[::-1].reshape(100, 4),
-    "by block": np.repeat(np.arange(6), 128)[::-1].reshape(-1, 4),
-    "more starts than a block": any_keys(26 * 32 + 1, 4),
-}
+def check(function: Callable[..., Any], key: np.ndarray, num_keys: int, capacity: int) -> None:
+    found = function(jnp.asarray(key, jnp.int32), num_keys, capacity)
+    entries, place, sizes, fits = by_stable_sort(key, num_keys, capacity)
+    np.testing.assert_array_equal(found.rows.entry_M, entries)
+    np.testing.assert_array_equal(found.rows.child_CS, place)
+    np.testing.assert_array_equal(found.sizes_G, sizes)
+    assert bool(found.fits) == fits
 
 
-@pytest.mark.parametrize("name", ADVERSARIAL)
-@pytest.mark.parametrize("form", ["sorted", "counted"])
-def test_the_order_is_that_of_a_stable_sort(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts_rows, "_SORTED_AT_MOST", {"sorted": 10**6, "counted": 0}[form])
-    key = ADVERSARIAL[name]
-    children = int(np.sum(key < KEYS))
-    # Room for all entries and more, for exactly the children, and for one child too few.
-    for capacity in {key.size + 3, children, children - 1} - {0, -1}:
-        found = sort_entries(jnp.asarray(key, jnp.int32), KEYS, capacity)
-        entries, place, sizes, fits = by_stable_sort(key, KEYS, capacity)
-        np.testing.assert_array_equal(found.rows.entry_M, entries)
-        np.testing.assert_array_equal(found.rows.child_CS, place)
-        np.testing.assert_array_equal(found.sizes_G, sizes)
-        assert bool(found.fits) == fits
+def test_the_order_is_that_of_a_stable_sort(form: Callable[..., Any]) -> None:
+    keys = RANDOM.integers(0, KEYS + 1, (96, 4))
+    for key in (
+        keys,
+        np.zeros_like(keys),  # all of the first key
+        np.full_like(keys, KEYS - 1),  # all of the last
+        np.full_like(keys, KEYS),  # no child at all
+        np.where(keys < 3, 1, 4),  # empty keys before, between and behind
+        np.sort(keys.reshape(-1))[::-1].reshape(keys.shape),  # falling, in blocks of one key
+        np.where(np.arange(96)[:, None] < 95, KEYS, keys % KEYS),  # the last block alone
+        np.where(np.arange(96)[:, None] == 0, 2, KEYS),  # the first block alone
+    ):
+        check(form, key, KEYS, 400)  # room for more than there are
+        check(form, key, KEYS, 150)  # and for too few of most of them
 
 
-def test_a_single_key_and_many_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts_rows, "_SORTED_AT_MOST", 0)
-    for num_keys in (1, 300):
-        key = RANDOM.integers(0, num_keys + 1, (90, 3))
-        found = sort_entries(jnp.asarray(key, jnp.int32), num_keys, 250)
-        entries, place, sizes, _ = by_stable_sort(key, num_keys, 250)
-        np.testing.assert_array_equal(found.rows.entry_M, entries)
-        np.testing.assert_array_equal(found.rows.child_CS, place)
-        np.testing.assert_array_equal(found.sizes_G, sizes)
+@pytest.mark.parametrize("shape", [(1, 1), (127, 1), (43, 3)])
+def test_entries_off_the_size_of_a_block(form: Callable[..., Any], shape: tuple[int, int]) -> None:
+    check(form, RANDOM.integers(0, KEYS + 1, shape), KEYS, shape[0] * shape[1])
+
+
+@pytest.mark.parametrize("num_keys", [1, 90])
+def test_one_key_and_more_starts_than_a_block(form: Callable[..., Any], num_keys: int) -> None:
+    check(form, RANDOM.integers(0, num_keys + 1, (90, 3)), num_keys, 250)
 
 
 def test_large_arrays_are_counted_and_small_ones_sorted() -> None:

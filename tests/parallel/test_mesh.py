@@ -1,5 +1,6 @@
 """Meshes and the table of rules: what is accepted, what is refused, and that sizes are the planner's."""
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from moe28t_jax.parallel import (
 )
 from moe28t_jax.parallel.formats import device_layout
 from moe28t_jax.planning.inventory import stages
-from moe28t_jax.planning.memory import cache_bytes, divide_work, weight_bytes
+from moe28t_jax.planning.memory import cache_bytes, divide_work, trained_parameters, weight_bytes
 
 
 def abstract_mesh(**sizes: int) -> AbstractMesh:
@@ -140,6 +141,9 @@ def test_weights_and_caches_take_the_bytes_that_were_planned(preset: str, name: 
         assert planned / file.axes["stage"] < held(parameters, where) < 1.12 * planned / file.axes["stage"]
         return
     assert held(parameters, where) == planned
+    masters = abstract(dataclasses.replace(config, expert_quantization=None), jnp.float32, vision=False)
+    where_masters = parameter_shardings(masters, config, mesh, masters=True)
+    assert held(masters, where_masters) == 4 * trained_parameters(config, stages(config, 1)[0], file.axes)
     for batch, spread in ((file.batch, "batch"), (1, "context")):
         cache = jax.eval_shape(
             lambda batch=batch: init_cache(config, batch, file.context, jnp.bfloat16, True)

@@ -29,13 +29,15 @@ def block_starts(segment: Segment, config: ModelConfig) -> list[list[bool]]:
     ]
 
 
-def with_buffer(stream: Stream, config: ModelConfig) -> Stream:
+def with_buffer(stream: Stream, step: Step) -> Stream:
     """The stream with its snapshots in a fixed buffer, as a scan carries it."""
+    config = step.config
     if config.residual_block_size is None:
         return stream
     shape = stream.partial_BTD.shape
     buffer = jnp.zeros((config.num_snapshots, *shape), stream.partial_BTD.dtype)
-    buffer = constrain(buffer, None, "batch", "token", None)
+    tokens = "token" if step.prepare is None else "stream_token"
+    buffer = constrain(buffer, None, "batch", tokens, None)
     for index, snapshot in enumerate(stream.snapshots):
         buffer = buffer.at[index].set(snapshot)
     return Stream(stream.partial_BTD, buffer, jnp.int32(len(stream.snapshots)))
@@ -103,9 +105,7 @@ def scan_segment(
     pushed = len(stream.snapshots)
     flags = block_starts(segment, config)
     starts = [jnp.asarray(flag, dtype=bool) if any(flag) else None for flag in flags]
-    stream, caches, collected = scan_layers(
-        segment, places, with_buffer(stream, config), caches, step, starts
-    )
+    stream, caches, collected = scan_layers(segment, places, with_buffer(stream, step), caches, step, starts)
     if config.residual_block_size is not None:
         pushed += sum(map(sum, flags))
         stream = Stream(stream.partial_BTD, tuple(stream.snapshots[index] for index in range(pushed)), None)

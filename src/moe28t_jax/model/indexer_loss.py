@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from moe28t_jax.model.numerics import compute_dtype
+from moe28t_jax.model.numerics import compute_dtype, head_product
 from pallas_kernels import index_select
 
 # Up to this many keys per selected one, products over all keys cost less than gathering rows per query.
 _DENSE_KEYS_PER_SELECTED = 16
+
+_DIGIT = 128
+
+
+def named_keys(indices_TN: Int[Array, "T N"], keys: int) -> Bool[Array, "T S"]:
+    """Which of S = `keys` keys each query names; -1 names none.
+
+    A scatter says the same, which takes TPU compilers and TPUs long: here a key is a number of two digits, and the
+    product of both digits' indicators counts how often it is named.
+    """
+    digits_TN = jnp.where(indices_TN >= 0, indices_TN, -(-keys // _DIGIT) * _DIGIT)
+    high_H = jnp.arange(-(-keys // _DIGIT), dtype=jnp.int32)
+    low_L = jnp.arange(_DIGIT, dtype=jnp.int32)
+    # 0 and 1 are exact in any float.
+    high_TNH = (digits_TN[:, :, None] // _DIGIT == high_H).astype(jnp.bfloat16)
+    low_TNL = (digits_TN[:, :, None] % _DIGIT == low_L).astype(jnp.bfloat16)
+    counts_THL = head_product("TNH,TNL->THL", high_TNH, low_TNL)
+    return counts_THL.reshape(indices_TN.shape[0], -1)[:, :keys] > 0
 
 
 def _dense_loss(q_latent_BTHC, latent_BSC, q_index_BTID, key_BSD, weights_BTI, indices_BTN, scale, use_relu):
@@ -21,9 +39,7 @@ def _dense_loss(q_latent_BTHC, latent_BSC, q_index_BTID, key_BSD, weights_BTI, i
     @jax.checkpoint
     def row_loss(row):
         q_THC, rows_SC, q_TID, key_SD, weights_TI, indices_TN = row
-        t = jnp.arange(indices_TN.shape[0], dtype=jnp.int32)[:, None]
-        named = jnp.where(indices_TN >= 0, indices_TN, keys)
-        keep_TS = jnp.zeros((indices_TN.shape[0], keys), bool).at[t, named].set(True, mode="drop")
+        keep_TS = named_keys(indices_TN, keys)
         exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": dtype}
         logits_HTS = scale * jnp.einsum("THC,SC->HTS", q_THC, rows_SC, **exact)
         target_TS = jnp.mean(jax.nn.softmax(jnp.where(keep_TS, logits_HTS, -1e30), axis=-1), axis=0)

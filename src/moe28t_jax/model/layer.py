@@ -17,7 +17,7 @@ from moe28t_jax.model.moe import gated_mlp, mixture_of_experts
 from moe28t_jax.model.numerics import compute_dtype, rms_norm
 from moe28t_jax.model.parameters import Group
 from moe28t_jax.model.residual import mix, mixing_weights
-from moe28t_jax.parallel.rules import constrain
+from moe28t_jax.parallel.rules import constrain, redistribute
 
 
 class Stream(NamedTuple):
@@ -45,6 +45,20 @@ class Step(NamedTuple):
     config: ModelConfig
     collect: frozenset[str]
     prepare: Prepare | None = None
+
+    def between(self, x_BTD: jax.Array) -> jax.Array:
+        """What lies between sub-layers: in training, where it is kept for the gradient, its tokens are divided over the
+        devices that divide heads and channels too (Korthikanti et al. 2022, sequence parallelism)."""
+        whole = ("batch", "token", None)
+        return constrain(x_BTD, *whole) if self.prepare is None else redistribute(x_BTD, _DIVIDED, whole)
+
+    def inside(self, x_BTD: jax.Array) -> jax.Array:
+        """What a sub-layer multiplies: all its tokens on each of these devices, of which each has a part of the
+        weights."""
+        return x_BTD if self.prepare is None else redistribute(x_BTD, ("batch", "token", None), _DIVIDED)
+
+
+_DIVIDED = ("batch", "stream_token", None)
 
 
 def mixed(stream: Stream, parameters: Group | None, config: ModelConfig) -> Float[Array, "B T D"]:
@@ -117,8 +131,10 @@ def run_layer(
     residual = config.residual_block_size is not None
 
     h_BTD = mixed(stream, parameters.attention_mix if residual else None, config)
-    x_BTD = rms_norm(h_BTD, parameters["attention_norm"], config.rms_norm_eps)
+    x_BTD = step.inside(rms_norm(h_BTD, parameters["attention_norm"], config.rms_norm_eps))
     out_BTD, cache, auxiliary = attention(parameters, x_BTD, cache, layer, repeat, step)
+    if step.prepare is not None:
+        out_BTD = step.between(out_BTD)
     weights = []
     if residual and "residual_weights" in step.collect:
         weights.append(_mixing_weights(stream, parameters.attention_mix, config))
@@ -146,14 +162,14 @@ def run_layer(
     h_BTD = mixed(stream, parameters.mlp_mix if residual else None, config)
     if weights:
         weights.append(_mixing_weights(stream, parameters.mlp_mix, config))
-    x_BTD = rms_norm(h_BTD, parameters["mlp_norm"], config.rms_norm_eps)
+    x_BTD = step.inside(rms_norm(h_BTD, parameters["mlp_norm"], config.rms_norm_eps))
     if config.mlp_kinds[layer] == "dense":
         with jax.named_scope("dense_mlp"):
             out_BTD = gated_mlp(parameters.mlp, x_BTD, config)
     else:
         out_BTD, more = mixture_of_experts(parameters.mlp, x_BTD, step.valid_BT, config, repeat, step.collect)
         auxiliary |= more
-    out_BTD = constrain(out_BTD, "batch", "token", None)
+    out_BTD = step.between(out_BTD)
     stream = stream._replace(partial_BTD=stream.partial_BTD + out_BTD)
     if weights:
         auxiliary["residual_weights"] = jnp.stack(weights, axis=2)

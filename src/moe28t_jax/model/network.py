@@ -102,7 +102,8 @@ def run(
     step = Step(starts_B, lengths_B, valid_BT, config, collect, prepare)
 
     with jax.named_scope("embedding"):
-        stream = Stream(_embed(parameters, inputs, valid_BT, config), (), None)
+        x_BTD = _embed(parameters, inputs, valid_BT, config)
+        stream = Stream(x_BTD if prepare is None else step.between(x_BTD), (), None)
     mesh = current_mesh()
     stages = 1 if mesh is None else mesh.shape["stage"]
     if prepare is not None and (cache is not None or stages > 1):
@@ -147,8 +148,8 @@ def run(
             new_segments.append(caches)
     with jax.named_scope("final_norm"):
         output_mix = parameters.output_mix if config.residual_block_size is not None else None
-        hidden_BTD = rms_norm(
-            mixed(stream, output_mix, config), parameters["final_norm"], config.rms_norm_eps
+        hidden_BTD = step.inside(
+            rms_norm(mixed(stream, output_mix, config), parameters["final_norm"], config.rms_norm_eps)
         )
     new_cache = None if cache is None else Cache(cache.lengths_B + step.lengths_B, new_segments)
     if new_cache is not None and mesh is not None:

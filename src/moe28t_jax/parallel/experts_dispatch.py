@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe28t_jax.parallel.experts_exchange import Group, fetch_experts, move_rows
 from moe28t_jax.parallel.experts_placement import balanced_placement, destinations, repeated_experts
-from moe28t_jax.parallel.experts_rows import RowMap, sort_entries, spread, sum_rows, take_rows
+from moe28t_jax.parallel.experts_rows import RowMap, sort_entries, spread, sum_rows, take_entries
 from pallas_kernels import mxfp4_matmul
 
 PlacementKind = Literal["home", "balanced"]
@@ -142,7 +142,7 @@ def run_rank(
     with jax.named_scope("moe_experts"):
         rows_ML = _multiply(rows_ML, sorted_rows.sizes_G, experts, repeated, layer, settings)
     with jax.named_scope("moe_combine"):
-        weights_M = take_rows(weights_CS.reshape(-1), sorted_rows.rows.entry_M)
+        weights_M = take_entries(weights_CS, sorted_rows.rows)
         partial_CL = sum_rows(rows_ML.astype(wide) * weights_M[:, None], sorted_rows.rows, wide)
         arrived = jnp.sum(sizes_RR[:, lax.axis_index(group.axes)], dtype=jnp.int32)
         fits = sorted_rows.fits & (arrived <= limits.received)
@@ -196,11 +196,16 @@ def _experts_of_copies(
     real_A = copies.entry_M < rank_nK.size
     rank_A = jnp.where(real_A, rank_nK.reshape(-1)[jnp.minimum(copies.entry_M, rank_nK.size - 1)], -1)
     meets_AK = rank_nK[token_A] == rank_A[:, None]
-    order_AS = jnp.argsort(~meets_AK, axis=1, stable=True)[:, : limits.experts_per_copy]
-    meets_AS = jnp.take_along_axis(meets_AK, order_AS, axis=1)
-    slots_AS = jnp.where(meets_AS, jnp.take_along_axis(slot_nK[token_A], order_AS, axis=1), -1)
-    weights_AS = jnp.take_along_axis(weights_nK[token_A], order_AS, axis=1)
-    return slots_AS, jnp.where(meets_AS, weights_AS, 0)
+    # Packed to the front by sums of which one term is not zero, as are their gradients; those of gathers would scatter.
+    ordinal_AK = jnp.cumsum(meets_AK, axis=1, dtype=jnp.int32) - 1
+    entry_S = jnp.arange(limits.experts_per_copy, dtype=jnp.int32)
+    packs_AKS = meets_AK[:, :, None] & (ordinal_AK[:, :, None] == entry_S)
+
+    def pack(values_AK: Array) -> Array:
+        values_AKS = jnp.where(packs_AKS, values_AK[:, :, None], jnp.zeros((), values_AK.dtype))
+        return jnp.sum(values_AKS, axis=1, dtype=values_AK.dtype)
+
+    return pack(slot_nK[token_A] + 1) - 1, pack(weights_nK[token_A])
 
 
 def _multiply(

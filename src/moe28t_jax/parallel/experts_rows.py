@@ -19,6 +19,13 @@ from jaxtyping import Array, Bool, Float, Int
 # Up to here all children of a parent are read at once; beyond, one child per parent at a time.
 _ELEMENTS_AT_ONCE = 2**23
 
+# Up to this many entries are sorted; more are counted. XLA's sort for TPUs takes a second or two to compile up to here,
+# and a sixth of a minute for a quarter of a million.
+_SORTED_AT_MOST = 2**14
+
+# Entries that are counted together, and starts that are searched together: the lanes of a TPU's register.
+_BLOCK = 128
+
 
 class RowMap(NamedTuple):
     """The correspondence of C parents with S entries each and M children.
@@ -46,19 +53,110 @@ def sort_entries(key_CS: Int[Array, "C S"], num_keys: int, capacity: int) -> Sor
     """
     count = key_CS.size
     key_F = key_CS.reshape(-1)
+    order = _by_sorting if count <= _SORTED_AT_MOST else _by_counting
+    entry_M, place_F, sizes_G = order(key_F, num_keys, capacity)
+    total = jnp.sum(sizes_G, dtype=jnp.int32)
+    entry_M = jnp.where(jnp.arange(capacity, dtype=jnp.int32) < total, entry_M, count)
+    place_CS = place_F.reshape(key_CS.shape)
+    child_CS = jnp.where(key_CS < num_keys, jnp.minimum(place_CS, capacity), capacity)
+    return Sorted(RowMap(entry_M, child_CS), sizes_G, total <= capacity)
+
+
+def _by_sorting(
+    key_F: Int[Array, " F"], num_keys: int, capacity: int
+) -> tuple[Int[Array, " M"], Int[Array, " F"], Int[Array, " G"]]:
+    """The entry at each place of the sorted order, the place of each entry, and how many entries each key has.
+
+    What is behind the last entry that has a key has no meaning, nor has the place of an entry without one.
+    """
+    count = key_F.shape[0]
     order_F = jnp.argsort(key_F, stable=True).astype(jnp.int32)
     sizes_G = jnp.sum(key_F[:, None] == jnp.arange(num_keys, dtype=jnp.int32), axis=0, dtype=jnp.int32)
-    total = jnp.sum(sizes_G, dtype=jnp.int32)
     entry_M = jnp.pad(order_F, (0, max(capacity - count, 0)), constant_values=count)[:capacity]
-    entry_M = jnp.where(jnp.arange(capacity, dtype=jnp.int32) < total, entry_M, count)
-    child_CS = jnp.argsort(order_F).astype(jnp.int32).reshape(key_CS.shape)
-    child_CS = jnp.where(key_CS < num_keys, jnp.minimum(child_CS, capacity), capacity)
-    return Sorted(RowMap(entry_M, child_CS), sizes_G, total <= capacity)
+    return entry_M, jnp.argsort(order_F).astype(jnp.int32), sizes_G
+
+
+def _by_counting(
+    key_F: Int[Array, " F"], num_keys: int, capacity: int
+) -> tuple[Int[Array, " M"], Int[Array, " F"], Int[Array, " G"]]:
+    """`_by_sorting` by how many entries precede each, in its block and before it: sums of comparisons, without a sort
+    and without a scatter."""
+    count = key_F.shape[0]
+    blocks = -(-count // _BLOCK)
+    key_NB = jnp.pad(key_F.astype(jnp.int32), (0, blocks * _BLOCK - count), constant_values=num_keys).reshape(
+        blocks, _BLOCK
+    )
+    lane_B = jnp.arange(_BLOCK, dtype=jnp.int32)
+    earlier_BB = lane_B[None, :] < lane_B[:, None]
+    within_NB = jnp.sum((key_NB[:, :, None] == key_NB[:, None, :]) & earlier_BB, axis=2, dtype=jnp.int32)
+    key_GNB = jnp.arange(num_keys, dtype=jnp.int32)[:, None, None]
+    counts_GN = jnp.sum(key_NB == key_GNB, axis=2, dtype=jnp.int32)
+    # Where the entries of each key and block begin in the sorted order: rising, since keys come first.
+    starts_P = _exclusive_sum(counts_GN.reshape(-1))
+    starts_GN = starts_P.reshape(counts_GN.shape)
+    # One term of the sum is not zero.
+    before_NB = jnp.sum(jnp.where(key_NB == key_GNB, starts_GN[:, :, None], 0), axis=0, dtype=jnp.int32)
+    place_F = (before_NB + within_NB).reshape(-1)[:count]
+
+    # The other way: the last key and block that begin at or before each place; an empty one never is the last.
+    place_M = jnp.arange(capacity, dtype=jnp.int32)
+    found_M, start_M = _search(starts_P, place_M)
+    group_M, block_M = found_M // blocks, found_M % blocks
+    # In its block, an entry is named by its key and how many of the key precede it.
+    name_MB = (key_NB * _BLOCK + within_NB)[block_M]
+    wanted_M = group_M * _BLOCK + place_M - start_M
+    lane_M = jnp.sum(jnp.where(name_MB == wanted_M[:, None], lane_B, 0), axis=1, dtype=jnp.int32)
+    return block_M * _BLOCK + lane_M, place_F, jnp.sum(counts_GN, axis=1, dtype=jnp.int32)
+
+
+def _exclusive_sum(counts_P: Int[Array, " P"]) -> Int[Array, " P"]:
+    """Sums of the elements before each, in two levels: a sum over all at once takes long to compile."""
+    count = counts_P.shape[0]
+    rows = -(-count // _BLOCK)
+    counts_RB = jnp.pad(counts_P, (0, rows * _BLOCK - count)).reshape(rows, _BLOCK)
+    up_to_RB = jnp.cumsum(counts_RB, axis=1, dtype=jnp.int32)
+    before_R = jnp.cumsum(up_to_RB[:, -1], dtype=jnp.int32) - up_to_RB[:, -1]
+    return (before_R[:, None] + up_to_RB - counts_RB).reshape(-1)[:count]
+
+
+def _search(
+    starts_P: Int[Array, " P"], place_M: Int[Array, " M"]
+) -> tuple[Int[Array, " M"], Int[Array, " M"]]:
+    """Number and value of the last of the rising `starts`, of which the first is 0, that is not above each place; in
+    two levels, of which each compares with all at once."""
+    count = starts_P.shape[0]
+    rows = -(-count // _BLOCK)
+    above = jnp.iinfo(jnp.int32).max
+    starts_RB = jnp.pad(starts_P, (0, rows * _BLOCK - count), constant_values=above).reshape(rows, _BLOCK)
+    row_M = jnp.sum(starts_RB[:, 0] <= place_M[:, None], axis=1, dtype=jnp.int32) - 1
+    starts_MB = starts_RB[row_M]
+    below_MB = starts_MB <= place_M[:, None]
+    lane_M = jnp.sum(below_MB, axis=1, dtype=jnp.int32) - 1
+    start_M = jnp.max(jnp.where(below_MB, starts_MB, 0), axis=1)
+    return row_M * _BLOCK + lane_M, start_M
 
 
 def take_rows(values_RX: Float[Array, "R *X"], index_M: Int[Array, " M"]) -> Float[Array, "M *X"]:
     """values[index], zero where the index is past the end."""
     return values_RX.at[index_M].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def take_entries(values_CS: Float[Array, "C S"], rows: RowMap) -> Float[Array, " M"]:
+    """Each child's own value among those of its parent's entries, 0 where there is no child."""
+    return take_rows(values_CS.reshape(-1), rows.entry_M)
+
+
+def _take_forward(values_CS: Array, rows: RowMap) -> tuple[Array, RowMap]:
+    return take_entries(values_CS, rows), rows
+
+
+def _take_backward(rows: RowMap, cotangent_M: Array) -> tuple[Array, None]:
+    shape = rows.child_CS.shape
+    return take_rows(cotangent_M, rows.child_CS.reshape(-1)).reshape(shape), None
+
+
+take_entries.defvjp(_take_forward, _take_backward)
 
 
 @jax.custom_vjp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -31,6 +32,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     # Activations and caches; `Layout` decides what `expert` carries.
     "batch": ("data", "expert"),
     "token": ("context",),
+    # In training, what is kept between layers: whole tokens, fewer on each device.
+    "stream_token": ("context", "tensor"),
 }
 """Mesh axes over which a logical axis is divided, the slowest first; over every other mesh axis an array is repeated.
 
@@ -102,8 +105,13 @@ def partition(
                 f"{name} has the logical axis {logical!r}, for which there is no rule; known are {', '.join(RULES)}."
             )
         mesh_axes = RULES[logical]
-        if layout is not None and logical in ("batch", "token"):
-            mesh_axes = layout.rows if logical == "batch" else layout.tokens
+        if layout is not None:
+            by_layout = {
+                "batch": layout.rows,
+                "token": layout.tokens,
+                "stream_token": (*layout.tokens, "tensor"),
+            }
+            mesh_axes = by_layout.get(logical, mesh_axes)
         mesh_axes = tuple(axis for axis in mesh_axes if mesh.shape[axis] > 1)
         for axis in mesh_axes:
             if axis in owner:
@@ -127,7 +135,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """`x`, laid out by the rules where a program is sharded; `x` itself otherwise.
 
     axes: one logical axis (or None: whole) per dimension. The dimension called `batch` decides what `expert` carries;
-    where a call's `token`s are too few to be divided they are whole.
+    where a call's `token`s are too few to be divided they are whole, and its `stream_token`s divided as `token`s are.
     """
     mesh = current_mesh()
     if mesh is None:
@@ -136,7 +144,35 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if "batch" in axes:
         where = batch_layout(x.shape[axes.index("batch")], mesh)
         assert where is not None
-        if "token" in axes and not where.token_axes(x.shape[axes.index("token")]):
-            axes = tuple(None if axis == "token" else axis for axis in axes)
+        axes = tuple(_divided(axis, size, where) for axis, size in zip(axes, x.shape, strict=True))
     spec = partition(axes, x.shape, mesh, layout=where)
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def _divided(axis: str | None, count: int, where: Layout) -> str | None:
+    """The logical axis of `count` tokens that a mesh can divide."""
+    if axis == "stream_token" and count % where.size((*where.tokens, "tensor")):
+        axis = "token"
+    return None if axis == "token" and not where.token_axes(count) else axis
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def redistribute(x: jax.Array, axes: tuple[str | None, ...], before: tuple[str | None, ...]) -> jax.Array:
+    """`constrain` to `axes` of what was made as `before`; its gradient goes back so. With one constraint for both, the
+    compiler may divide the products before it in the backward pass as what lies behind it, and gather weights."""
+    return constrain(x, *axes)
+
+
+def _redistribute_forward(
+    x: jax.Array, axes: tuple[str | None, ...], before: tuple[str | None, ...]
+) -> tuple[jax.Array, None]:
+    return constrain(x, *axes), None
+
+
+def _redistribute_backward(
+    axes: tuple[str | None, ...], before: tuple[str | None, ...], _: None, slope: jax.Array
+) -> tuple[jax.Array]:
+    return (constrain(slope, *before),)
+
+
+redistribute.defvjp(_redistribute_forward, _redistribute_backward)
