@@ -3,9 +3,9 @@
     python benchmarks/plan_against_compiler.py
 
 Reads docs/compile_reports.json, which `benchmarks/compile_pods.py` writes. Arguments of a program are the weights and
-the cache; a text program takes no image tower, so it is left out of the planner's weights here. Temporaries are the
-program's peak without its arguments: the TPU compiler's own figure for temporaries has what its heap loses between
-arrays twice, of which nothing is needed to fit.
+the cache, in training masters and moments; a text program takes no image tower, so it is left out of the planner's
+weights here. Temporaries are the program's peak without its arguments: the TPU compiler's own figure for them has
+what its heap loses between arrays twice, of which nothing is needed to fit.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ def compare(report: dict[str, Any]) -> dict[str, float] | None:
     """Bytes of one device by the planner and by the compiler, and their ratios; None for a report without figures (the
     compiler refused the program) or of another model than the whole `moe28t`."""
     config = ModelConfig.preset("moe28t")
-    if report.get("phase") == "train":
-        return None  # planned by no one yet
     if not report.get("argument_bytes_per_device") or report["layers"] != config.num_layers:
         return None
     mesh = load_mesh_file(report["mesh"])
     chunk = {} if report["chunk"] is None else {"chunk": report["chunk"]}
     plan = make_plan(config, mesh, report["phase"], report["batch"], report["context"], **chunk)
-    planned = plan.per_device.weights - vision_bytes(config) + plan.per_device.state
+    planned = plan.per_device.weights + plan.per_device.state
+    if report["phase"] != "train":
+        # Training holds no image tower in the first place.
+        planned -= vision_bytes(config)
     arguments = report["argument_bytes_per_device"]
     temporary = report["peak_bytes_per_device"] - arguments
     return {

@@ -29,7 +29,7 @@ def compiled(name: str) -> dict[str, Any]:
     return report
 
 
-def check(report: dict[str, Any], memory: float | None, exchange: float | None) -> None:
+def check(report: dict[str, Any], memory: float | None, exchange: float | None, copied: int = 0) -> None:
     """`memory`, `exchange`: how often the least bytes may move in main memory and between the experts' devices, where
     that is promised."""
     assert report["fits"], (report["peak_bytes_per_device"], report["limit_bytes_per_device"])
@@ -38,7 +38,8 @@ def check(report: dict[str, Any], memory: float | None, exchange: float | None) 
     assert report["unpacked_experts"] == []
     copies = report["weight_copies_in_loop"] + report["weight_copies"]
     assert all(not one["weight"]["expert"] for one in copies), copies
-    assert report["weight_copies_in_loop"] == [], report["weight_copies_in_loop"]
+    in_loop = report["weight_copies_in_loop"]
+    assert sum(one["bytes"] for one in in_loop) <= copied, in_loop
     if memory is not None:
         assert report["loops_of_unknown_length"] == []
         assert report["hbm_bytes_per_step"] <= memory * report["minimum_hbm_bytes_per_step"]
@@ -65,9 +66,27 @@ def test_decode_of_four_layers() -> None:
 
 
 @pytest.mark.slow
+def test_a_training_step_of_four_layers() -> None:
+    """About ten minutes on one core."""
+    report = compiled("v5p-8x8x16 train, four layers")
+    assert (report["phase"], report["devices"], report["layers"], report["explicit"]) == (
+        "train",
+        1024,
+        4,
+        True,
+    )
+    assert (report["batch"], report["context"]) == (128, 8192)
+    # Measured 12.4 GB, of which the planner says 11.6 GB.
+    assert report["fits"] and report["peak_bytes_per_device"] < 13.5e9
+    # Tokens, latents and gradients of both are sent for the experts; forwards twice, since a layer is computed again,
+    # which the minimum does not count. Measured 1.85.
+    assert report["all_to_all_bytes_per_step"] <= 2 * report["minimum_all_to_all_bytes_per_step"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROMISED)
 def test_steps_of_the_whole_model(name: str) -> None:
     """All 93 layers; minutes each."""
     report = compiled(name)
     assert (report["model"], report["layers"], report["explicit"]) == ("moe28t", 93, True)
-    check(report, PROMISED[name].memory, PROMISED[name].exchange)
+    check(report, PROMISED[name].memory, PROMISED[name].exchange, PROMISED[name].copied)

@@ -8,10 +8,11 @@ too; what a heap loses between arrays is not.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING
 
 from moe28t_jax.config import ModelConfig, MoEConfig, segments
-from moe28t_jax.planning.inventory import LayerKind, Stage, stages
+from moe28t_jax.planning.inventory import DIVISIONS, LayerKind, Stage, inventory, stages
 
 if TYPE_CHECKING:
     from moe28t_jax.planning.memory import Work
@@ -27,6 +28,9 @@ HOME_ROWS = 4096
 SLACK = 1 / 8
 """By which part a device may exceed its share of the rows then."""
 
+DENSE_KEYS_PER_SELECTED = 16
+"""Up to this many keys per selected one, the indexer's loss scores all of them."""
+
 _SUBLANES = 16  # bfloat16 rows of a tile
 
 
@@ -40,23 +44,75 @@ def _up(value: int, unit: int) -> int:
 
 def activation_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
     """The residual stream with its snapshots, the largest layer's arrays, logits; in training what is kept for the
-    backward pass (one input per layer, the rest is computed again) and the gradients of one layer's arrays."""
+    backward pass (the inputs of layers, the rest is computed again) and the gradients of one layer's arrays."""
+    if work.phase == "train":
+        return _kept_bytes(config, axes, work) + _training_bytes(config, axes, work) + PROGRAM_BYTES
     own, alike = stages(config, axes["stage"])
     live = max(
         _live_bytes(config, stage, axes, given)
         for stage, given in ((own, work), (alike, work.whole))
         if stage is not None
     )
-    if work.phase != "train":
-        moved = _moved_weights(config, axes, work.lanes)
-        # Around the loop over a pipeline's turns as well as in it; the one program that was read (v6e-16x16) writes the
-        # indexer's weights and the convolution windows there, 25 MB, and holds 38 MB more than this without them.
-        return live + moved * (1 if axes["stage"] == 1 else 2) + PROGRAM_BYTES
+    moved = _moved_weights(config, axes, work.lanes)
+    # Around the loop over a pipeline's turns as well as in it; the one program that was read (v6e-16x16) writes the
+    # indexer's weights and the convolution windows there, 25 MB, and holds 38 MB more than this without them.
+    return live + moved * (1 if axes["stage"] == 1 else 2) + PROGRAM_BYTES
+
+
+def _kept_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
+    """What training keeps for the backward pass: the running sum before each layer, its tokens divided over `tensor`,
+    and of repeated layers the buffer of snapshots, before and behind each that may begin a block."""
+    part = ceil_div(work.tokens * config.hidden_size * ACTIVATION_BYTES, axes["tensor"])
+    kept = config.num_layers + config.num_snapshots
+    for segment in segments(config, True):
+        if segment.repeats > 1:
+            begins = [
+                any(config.starts_block(segment.layer(repeat, position)) for repeat in range(segment.repeats))
+                for position in range(segment.period)
+            ]
+            kept += segment.repeats * (1 + sum(begins)) * config.num_snapshots
+    return kept * part
+
+
+def _training_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
+    """What lives in the backward pass of the largest layer, or of the head: the copies of weights that it computes
+    with, its arrays, and the gradients of both."""
     stream = work.tokens * config.hidden_size * ACTIVATION_BYTES
-    kept = own.num_layers * min(axes["stage"], work.microbatches)
-    if alike is not None:
-        kept += alike.num_layers * work.microbatches
-    return 2 * live + kept * stream + PROGRAM_BYTES
+    live = [work.head_rows * ceil_div(config.vocab_size, axes["tensor"]) * FLOAT32]
+    for kind, part in inventory(config).layers.items():
+        copies = sum(
+            ceil_div(amount.used_bytes("train"), prod(axes[axis] for axis in DIVISIONS[division]))
+            for division, amount in part.items()
+        )
+        attention, mlp = layer_bytes(config, kind, axes, work)
+        if kind[1] == "moe":
+            mlp += _returned_bytes(config, axes, work)
+        loss = _indexer_loss(config, axes, work) if kind[0] == "dsa" else 0
+        live.append(copies + max(attention, mlp, loss))
+    return 2 * (stream + max(live))
+
+
+def _returned_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
+    """Where experts may be repeated: room for the gradient of one matrix of one expert from every device."""
+    moe, ranks = config.moe, axes["expert"] * axes["tensor"]
+    assert moe is not None
+    _, repeated = expert_rows(moe, ranks, work.group_tokens)
+    width = moe.latent_size or config.hidden_size
+    return ranks * width * moe.intermediate_size * ACTIVATION_BYTES if repeated else 0
+
+
+def _indexer_loss(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
+    """Attention scores of one row's queries, which lie over `tensor`, of all heads to all keys; of long rows to the
+    selected keys, which are gathered for each query."""
+    mla, dsa = config.mla, config.dsa
+    assert mla is not None and dsa is not None
+    pieces = axes["context"] * axes["tensor"]
+    keys = min(work.context, DENSE_KEYS_PER_SELECTED * dsa.top_k)
+    dense = ceil_div(keys, pieces) * mla.num_heads * keys * FLOAT32
+    if keys == work.context:
+        return dense
+    row = dsa.top_k * (mla.num_heads * FLOAT32 + mla.latent_dim * ACTIVATION_BYTES)
+    return max(dense, ceil_div(work.context, pieces) * row)
 
 
 def _live_bytes(config: ModelConfig, stage: Stage, axes: Mapping[str, int], work: Work) -> int:
@@ -141,7 +197,7 @@ def _experts(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
     rows, repeated = expert_rows(moe, axes["expert"] * axes["tensor"], work.group_tokens)
     # What an expert reads and what it makes of it; twice, and both results, where experts are repeated.
     routed = rows * ((4 * width if repeated else width) + inner) * a
-    packed = config.expert_quantization == "mxfp4"
+    packed = config.expert_quantization == "mxfp4" and work.phase != "train"
     expert = 3 * width * inner * 17 // 32 if packed else 3 * width * inner * a
     shared = work.tokens * ceil_div(moe.shared_size, axes["tensor"]) * 3 * a
     router = work.tokens * (2 * width * a + moe.num_experts * FLOAT32)

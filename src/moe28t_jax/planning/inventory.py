@@ -36,21 +36,20 @@ _RULES: tuple[tuple[str, Division], ...] = (
 
 @dataclass(frozen=True)
 class Amount:
-    """Parameters and stored bytes of one division of one part; `adam` of the parameters keep two moments."""
+    """Parameters and stored bytes of one division of one part."""
 
     parameters: int = 0
     stored_bytes: int = 0
-    adam: int = 0
 
     def __add__(self, other: Amount) -> Amount:
-        return Amount(
-            self.parameters + other.parameters,
-            self.stored_bytes + other.stored_bytes,
-            self.adam + other.adam,
-        )
+        return Amount(self.parameters + other.parameters, self.stored_bytes + other.stored_bytes)
+
+    def used_bytes(self, phase: str) -> int:
+        """As they compute: as stored (experts packed), in training as copies of masters in bfloat16."""
+        return 2 * self.parameters if phase == "train" else self.stored_bytes
 
     def __mul__(self, count: int) -> Amount:
-        return Amount(self.parameters * count, self.stored_bytes * count, self.adam * count)
+        return Amount(self.parameters * count, self.stored_bytes * count)
 
 
 Part = dict[Division, Amount]
@@ -58,12 +57,13 @@ Part = dict[Division, Amount]
 
 @dataclass(frozen=True)
 class Inventory:
-    """Layers by kind, the parts outside the layers (tables: those of which a token reads a row or nothing), and what
-    must divide: (what, size, mesh axes)."""
+    """Layers by kind, the parts outside the layers (tables: those of which a token reads a row or nothing), what is
+    declared of a layer by kind and of text outside of layers (None), and what must divide: (what, size, mesh axes)."""
 
     layers: Mapping[LayerKind, Part]
     tables: Part
     head: Part
+    declared: Mapping[LayerKind | None, tuple[Parameter, ...]]
     constraints: tuple[tuple[str, int, tuple[str, ...]], ...]
 
 
@@ -86,11 +86,13 @@ def inventory(config: ModelConfig) -> Inventory:
     for layer in range(config.num_layers):
         kinds.setdefault((config.attention_kinds[layer], config.mlp_kinds[layer]), layer)
     layers = {kind: part(declare_layer(config, layer)) for kind, layer in kinds.items()}
-    outside = declare_globals(config)
+    outside = tuple(declare_globals(config))
     vision = declare_vision(config.vision, config.hidden_size) if config.vision is not None else ()
     tables = part([*(p for p in outside if p.group == "embedding"), *vision])
     head = part(p for p in outside if p.group != "embedding")
-    return Inventory(layers, tables, head, tuple(constraints))
+    declared: dict[LayerKind | None, tuple[Parameter, ...]] = {None: tuple(outside)}
+    declared |= {kind: tuple(declare_layer(config, layer)) for kind, layer in kinds.items()}
+    return Inventory(layers, tables, head, declared, tuple(constraints))
 
 
 def _division(parameter: Parameter, constraints: dict[tuple[str, int, tuple[str, ...]], None]) -> Division:
@@ -102,16 +104,40 @@ def _division(parameter: Parameter, constraints: dict[tuple[str, int, tuple[str,
     return "replicated"
 
 
+_LEAST_PIECE = 8
+"""As `parallel.sharding` divides masters further."""
+
+
+def master_pieces(parameter: Parameter, axes: Mapping[str, int]) -> int:
+    """Into how many pieces training cuts the master of a parameter: a matrix, where it has an axis that is long enough,
+    over all devices of a stage."""
+    found: dict[tuple[str, int, tuple[str, ...]], None] = {}
+    division = _division(parameter, found)
+    pieces = prod(axes[axis] for axis in DIVISIONS[division])
+    free = prod(axes[axis] for axis in ("data", "expert", "context") if axis not in DIVISIONS[division])
+    divided = next(
+        (
+            parameter.axes.index(logical)
+            for logical, one in _RULES
+            if one == division and logical in parameter.axes
+        ),
+        None,
+    )
+    long = any(
+        size % free == 0 and size // free >= _LEAST_PIECE
+        for place, size in enumerate(parameter.shape)
+        if place != divided
+    )
+    return pieces * free if len(parameter.shape) >= 2 and long else pieces
+
+
 def _amount(parameter: Parameter, config: ModelConfig) -> Amount:
     if parameter.quantizable and config.expert_quantization == "mxfp4":
         # 32 codes of half a byte and one scale byte: 4.25 bits per parameter.
         stored = parameter.size // 32 * 17
     else:
         stored = parameter.size * (4 if parameter.dtype == "float32" else 2)
-    # Matrices are optimised by Muon, which keeps one moment; tables, the head, convolutions and vectors by AdamW.
-    matrix = len(parameter.shape) >= 2 and not {"embedding", "head"} & {parameter.group}
-    muon = matrix and not parameter.name.endswith(("_conv", "dt_bias", "position"))
-    return Amount(parameter.size, stored, 0 if muon else parameter.size)
+    return Amount(parameter.size, stored)
 
 
 @lru_cache(maxsize=8)

@@ -9,18 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Literal
 
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.planning.activations import ACTIVATION_BYTES, FLOAT32, activation_bytes, ceil_div
-from moe28t_jax.planning.inventory import DIVISIONS, Division, LayerKind, Stage, held
+from moe28t_jax.planning.inventory import (
+    DIVISIONS,
+    Division,
+    LayerKind,
+    Stage,
+    held,
+    inventory,
+    master_pieces,
+)
 
 Phase = Literal["prefill", "decode", "train"]
 Rows = Literal["batch", "context"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "train")
 
 CACHE_BYTES = 2  # latents, index keys and convolution windows follow the activations' dtype
+
+# Per parameter, of `training.step.adamw`: the first moment is kept in bfloat16, the second in float32.
+MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = FLOAT32, 2 + FLOAT32, FLOAT32
 
 
 @dataclass(frozen=True)
@@ -125,8 +135,9 @@ def divide_work(
         head_rows = 1
         step_tokens = new * data
     else:
-        microbatches = ceil_div(batch, data * expert)
-        tokens = head_rows = ceil_div(context, context_axis)
+        # A step takes all rows at once; through pipeline stages, of which it has none yet, they would go one by one.
+        microbatches = rows if axes["stage"] > 1 else 1
+        tokens = head_rows = rows // microbatches * cached
         group = tokens * expert
         step_tokens = batch * context
     routed = bound = 0
@@ -172,10 +183,10 @@ class DeviceBytes:
         return self.total <= self.limit
 
 
-def weight_bytes(stage: Stage, axes: Mapping[str, int]) -> dict[Division, int]:
-    """Bytes of a stage's weights on one of its devices, by division, as stored (experts packed)."""
+def weight_bytes(stage: Stage, axes: Mapping[str, int], phase: Phase = "decode") -> dict[Division, int]:
+    """Bytes of a stage's weights on one of its devices, by division, as they compute."""
     return {
-        division: ceil_div(amount.stored_bytes, split(division, axes))
+        division: ceil_div(amount.used_bytes(phase), split(division, axes))
         for division, amount in stage.part.items()
     }
 
@@ -188,12 +199,15 @@ def split(division: Division, axes: Mapping[str, int]) -> int:
     return pieces
 
 
-def optimizer_bytes(stage: Stage, axes: Mapping[str, int]) -> int:
-    """Float32 masters, gradients and moments (one under Muon, two under AdamW), cut over every device of the stage."""
-    parameters = sum(amount.parameters for amount in stage.part.values())
-    adam = sum(amount.adam for amount in stage.part.values())
-    devices = prod(size for axis, size in axes.items() if axis != "stage")
-    return ceil_div((3 * parameters + adam) * FLOAT32, devices)
+def trained_parameters(config: ModelConfig, stage: Stage, axes: Mapping[str, int]) -> int:
+    """Parameters, without the image tower, of which one device of a stage holds masters, moments and gradients."""
+    declared = inventory(config).declared
+
+    def held_of(kind: LayerKind | None) -> int:
+        return sum(ceil_div(one.size, master_pieces(one, axes)) for one in declared[kind])
+
+    layers = sum(count * held_of(kind) for kind, count in stage.layers.items())
+    return layers + (held_of(None) if stage.ends else 0)
 
 
 def cache_bytes(config: ModelConfig, stage: Stage, axes: Mapping[str, int], work: Work) -> int:
@@ -252,8 +266,12 @@ def layer_temporaries(
 
 
 def device_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work, limit: int) -> DeviceBytes:
-    """Bytes of one device, the same on every pipeline stage."""
+    """Bytes of one device, the same on every pipeline stage. In training weights are the masters, state the moments;
+    activations have the gradients and the copies that a layer computes with."""
     stage = held(config, axes["stage"])
-    state = optimizer_bytes(stage, axes) if work.phase == "train" else cache_bytes(config, stage, axes, work)
+    activations = activation_bytes(config, axes, work)
+    if work.phase == "train":
+        own = trained_parameters(config, stage, axes)
+        return DeviceBytes(own * MASTER_BYTES, own * MOMENTS_BYTES, activations + own * GRADIENT_BYTES, limit)
     weights = sum(weight_bytes(stage, axes).values())
-    return DeviceBytes(weights, state, activation_bytes(config, axes, work), limit)
+    return DeviceBytes(weights, cache_bytes(config, stage, axes, work), activations, limit)

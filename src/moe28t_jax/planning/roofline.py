@@ -17,12 +17,15 @@ from moe28t_jax.planning.memory import (
     ACTIVATION_BYTES,
     CACHE_BYTES,
     FLOAT32,
+    GRADIENT_BYTES,
+    MASTER_BYTES,
+    MOMENTS_BYTES,
     Work,
     cache_bytes,
     ceil_div,
     layer_temporaries,
-    optimizer_bytes,
     split,
+    trained_parameters,
     weight_bytes,
 )
 
@@ -81,7 +84,7 @@ def roofline(config: ModelConfig, mesh: MeshFile, chip: Chip, work: Work) -> Roo
     if alike is not None:
         parts.append(_stage_cost(config, alike, mesh.axes, chip, wires, work.whole))
     if work.phase == "train":
-        parts.append(_update_cost(held(config, mesh.axes["stage"]), mesh.axes, chip, wires))
+        parts.append(_update_cost(config, held(config, mesh.axes["stage"]), mesh.axes, chip, wires))
     return Roofline(sum(part.seconds for part in parts), sum(parts, Cost()))
 
 
@@ -137,7 +140,8 @@ def _stage_cost(
 ) -> Cost:
     """One run of one stage: a decode step, a prefill chunk, or one microbatch there and back."""
     train = work.phase == "train"
-    memory = _weight_traffic(config, stage, axes, work) * (3 if train else 1)
+    # Copies of masters are written for the forward pass and again for the backward pass, and read three times.
+    memory = _weight_traffic(config, stage, axes, work) * (5 if train else 1)
     state = 2 * _recurrent_bytes(config, stage, axes, work)
     flops = 2.0 * work.tokens * _dense_parameters(config, stage, axes)
     tensor, context = axes["tensor"], axes["context"] * (axes["expert"] if work.spread == "context" else 1)
@@ -175,12 +179,12 @@ def _stage_cost(
 
 
 def _weight_traffic(config: ModelConfig, stage: Stage, axes: Mapping[str, int], work: Work) -> float:
-    """Each touched weight once: everything but the embedding table and the image tower, and of the experts those that
-    at least one token chose."""
-    stored = weight_bytes(stage, axes)
+    """Each touched weight once, in training the copy that computes: everything but the embedding table and the image
+    tower, and of the experts those that at least one token chose."""
+    stored = weight_bytes(stage, axes, work.phase)
     if stage.ends:
         for division, amount in inventory(config).tables.items():
-            stored[division] -= ceil_div(amount.stored_bytes, split(division, axes))
+            stored[division] -= ceil_div(amount.used_bytes(work.phase), split(division, axes))
     touched = 1.0
     if config.moe is not None:
         touched = 1.0 - (1.0 - config.moe.num_experts_per_token / config.moe.num_experts) ** work.group_tokens
@@ -281,13 +285,17 @@ def _context_bytes(
     return sent
 
 
-def _update_cost(stage: Stage, axes: Mapping[str, int], chip: Chip, wires: _Wires) -> Cost:
-    """The optimiser's step: gradients summed over what repeats the weights, states updated, weights renewed."""
-    hbm = 2.0 * optimizer_bytes(stage, axes) / chip.memory_bandwidth
+def _update_cost(
+    config: ModelConfig, stage: Stage, axes: Mapping[str, int], chip: Chip, wires: _Wires
+) -> Cost:
+    """The optimiser's step, and what it takes to divide it: gradients are summed to where the masters lie, which are
+    brought together once for the forward pass and once for the backward pass."""
+    own = trained_parameters(config, stage, axes)
+    hbm = 2.0 * own * (MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES) / chip.memory_bandwidth
     sent = 0.0
     for division, amount in stage.part.items():
         pieces = split(division, axes)
         copies = axes["data"] * axes["expert"] * axes["tensor"] * axes["context"] // pieces
-        local = amount.parameters * FLOAT32 + amount.stored_bytes
+        local = 3 * amount.parameters * ACTIVATION_BYTES
         sent += local / pieces * (copies - 1) / copies / wires.ring("data")
     return Cost(hbm, 0.0, sent)
