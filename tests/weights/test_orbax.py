@@ -346,8 +346,9 @@ def test_exports_equal_conversions(data: Path, small: Path, tmp_path: Path, name
     assert not is_orbax(tmp_path / "exported") and not (tmp_path / "exported" / "layers").exists()
 
 
+@pytest.mark.parametrize("layout", ["packed_kn", pytest.param("float4_kn", marks=pytest.mark.slow)])
 def test_an_export_holds_one_expert_beside_the_layer(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     shapes: list[tuple[int, ...]] = []
     quantize, dequantize = mxfp4_matmul.quantize, MXFP4Tensor.dequantize
@@ -362,12 +363,15 @@ def test_an_export_holds_one_expert_beside_the_layer(
 
     monkeypatch.setattr(mxfp4_matmul, "quantize", quantizing)
     monkeypatch.setattr(MXFP4Tensor, "dequantize", dequantizing)
-    convert_to_orbax(small, tmp_path / "packed")
+    convert_to_orbax(small, tmp_path / "packed", layout=layout)
     assert shapes == []
     experts = sum(name.endswith("_packed") for name in read(small))
     assert experts > 3
     export_orbax(tmp_path / "packed", tmp_path / "wide", "bfloat16")
     assert len(shapes) == experts and all(len(shape) == 2 for shape in shapes)
+    shapes.clear()
+    convert(small, tmp_path / "expected", "bfloat16")
+    assert read(tmp_path / "wide") == read(tmp_path / "expected")
     shapes.clear()
     convert_to_orbax(tmp_path / "wide", tmp_path / "unpacked")
     export_orbax(tmp_path / "unpacked", tmp_path / "again", "mxfp4")

@@ -219,7 +219,8 @@ def test_memory_beside_the_arrays_is_bounded(synthetic: Path, tmp_path: Path, fi
     size, peak, staging = json.loads(done.stdout)
     tensors = len(Checkpoint(tmp_path / "large"))
     assert size > 60e6 and staging <= budget
-    assert peak < size + budget + 4000 * tensors + 8e6, (peak - size, tensors)
+    # 1.2 KB of a tensor that is needed, as the objects are counted; the rest is what allocations leave between them.
+    assert peak < size + budget + 2000 * tensors + 8e6, (peak - size, tensors)
 
 
 def test_the_arrays_are_those_of_a_load(synthetic: Path) -> None:

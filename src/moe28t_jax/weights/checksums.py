@@ -7,6 +7,7 @@ import os
 import re
 import zlib
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from rich.progress import Progress
@@ -22,13 +23,20 @@ _POLYNOMIAL = 0xEDB88320
 def combine_crc32(first: int, second: int, second_length: int) -> int:
     """The CRC-32 of two byte strings after one another, from those of each and the length of the second."""
     # In GF(2)[x] modulo the polynomial, bits reversed: appending n bytes multiplies by x**(8 n).
-    power, square, bits = 1 << 31, 1 << 30, 8 * second_length
-    while bits:
-        if bits & 1:
+    return _multiply(first, _power(8 * second_length)) ^ second if first else second
+
+
+# The parts of a checkpoint's tensors have few lengths.
+@lru_cache(maxsize=1024)
+def _power(exponent: int) -> int:
+    """x**exponent."""
+    power, square = 1 << 31, 1 << 30
+    while exponent:
+        if exponent & 1:
             power = _multiply(power, square)
         square = _multiply(square, square)
-        bits >>= 1
-    return _multiply(first, power) ^ second
+        exponent >>= 1
+    return power
 
 
 def _multiply(a: int, b: int) -> int:

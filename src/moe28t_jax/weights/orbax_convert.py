@@ -218,7 +218,7 @@ def _other_experts(declared: Declared, value: Any) -> Iterator[StoredTensor]:
             "this model cannot be quantised."
         )
     for expert, (name, *_) in enumerate(stored_names(declared)):
-        one = jax.tree.map(lambda x, expert=expert: host_array(x, (expert,)), value)
+        one = _expert(value, expert)
         if isinstance(one, MXFP4Tensor):
             plain = one.dequantize(jnp.bfloat16)
             yield StoredTensor(name, "BF16", (size_out, size_in), partial(np.asarray, plain))
@@ -228,3 +228,11 @@ def _other_experts(declared: Declared, value: Any) -> Iterator[StoredTensor]:
         yield StoredTensor(
             f"{name}_scale", "U8", tensor.scale_bytes.shape, partial(np.asarray, tensor.scale_bytes)
         )
+
+
+def _expert(value: Any, expert: int) -> Any:
+    """One of a layer's experts, on the host."""
+    if isinstance(value, MXFP4Tensor) and value.layout == "float4_kn":
+        # Cut out and packed on the device: on the host every code of the layer would take a byte.
+        return jax.tree.map(np.asarray, jax.tree.map(lambda x: x[expert], value).to_layout("packed_nk"))
+    return jax.tree.map(lambda x: host_array(x, (expert,)), value)

@@ -15,6 +15,9 @@ from moe28t_jax.config.declaration import Transform
 _ALIGNMENT = 64
 # Rows read at once while transposing: each output row then receives a whole number of cache lines.
 _ROWS = 64
+# Bytes that go through JAX's transposition at once: they come back while they are in the processor's caches.
+_BLOCK_BYTES = 1 << 21
+_WORTHWHILE = 1 << 17
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -46,19 +49,41 @@ def copy_stored(source: np.ndarray, destination: np.ndarray, transform: Transfor
             _assign(flat[start : min(start + rows, values.size)], values[start : start + rows])
         return
     matrix = source.reshape(source.shape[0], -1)
-    transposed = destination.reshape(matrix.shape[::-1])
-    for start in range(0, matrix.shape[0], _ROWS):
-        _assign(transposed[:, start : start + _ROWS], matrix[start : start + _ROWS].T)
+    _assign_transposed(destination.reshape(matrix.shape[::-1]), matrix)
 
 
 def copy_rows(source: np.ndarray, destination: np.ndarray, transpose: bool) -> None:
     """Fill an array, which need not be contiguous, with one of the same shape, or of the transposed one (two axes);
     floats are converted between widths."""
-    if not transpose:
+    if transpose:
+        _assign_transposed(destination, source)
+    else:
         _assign(destination, source)
+
+
+def _assign_transposed(destination: np.ndarray, source: np.ndarray) -> None:
+    size = source.dtype.itemsize
+    # Elements of eight bytes are nothing that JAX keeps without jax_enable_x64, and few are stored.
+    alike = destination.dtype == source.dtype and size < 8
+    device = _host_device() if alike and source.nbytes >= _WORTHWHILE else None
+    if device is None:
+        for start in range(0, source.shape[0], _ROWS):
+            _assign(destination[:, start : start + _ROWS], source[start : start + _ROWS].T)
         return
-    for start in range(0, source.shape[0], _ROWS):
-        _assign(destination[:, start : start + _ROWS], source[start : start + _ROWS].T)
+    # JAX transposes a strided array when it takes it over, many elements to an instruction, where NumPy moves one.
+    bits = np.dtype(f"u{size}")
+    target, rows = destination.view(bits), source.view(bits)
+    step = max(_ROWS, _BLOCK_BYTES // (rows.shape[1] * size) // _ROWS * _ROWS)
+    for start in range(0, len(rows), step):
+        target[:, start : start + step] = np.asarray(jax.device_put(rows[start : start + step].T, device))
+
+
+def _host_device() -> Any:
+    """A CPU device of this process, or None where JAX was told to have none."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
 
 
 def _assign(destination: np.ndarray, source: np.ndarray) -> None:
