@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 QUERY_BLOCK = 128
-"""Queries scored at once, over all sequences of the batch, by the portable form."""
+"""Queries scored at once, over all sequences of the batch, by the portable form; fewer on a CPU."""
 
 KEY_TILE = 4096
-"""Keys scored at once by the portable form."""
+"""Keys scored at once by the portable form; fewer on a CPU."""
 
 
 class IndexSelectShape(NamedTuple):

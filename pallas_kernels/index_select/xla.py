@@ -2,6 +2,7 @@
 
 For each block of queries, tiles of keys are scored in the order of their positions and merged into the best
 `top_k` so far, a few at a time. Heads are summed inside the tile, so the largest tensor is [block, heads, tile].
+On a CPU `_cpu_select.py` does the same in smaller steps.
 
 The tie rule (higher score, then lowest index) follows from `jax.lax.top_k`, which puts the earlier of two
 equal elements first. Invariant: the candidates are the best of all keys before the tile, ordered by (score
@@ -14,12 +15,18 @@ order of their positions.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels._typing import Array, Bool, Float, Int
 from pallas_kernels._varying import match_varying
+from pallas_kernels.index_select import _cpu_select
+from pallas_kernels.index_select._cpu_select import NO_INDEX
+from pallas_kernels.index_select._scores import rankable, tile_scores, weigh_heads
+from pallas_kernels.index_select._scores import tile_scores_blocked as tile_scores_blocked
+from pallas_kernels.index_select._scores import tile_scores_rowwise as tile_scores_rowwise
 from pallas_kernels.index_select._top_k import top_k as top_k_of_long_rows
 from pallas_kernels.index_select.keys import Keys, QuantizedKeys, dequantize_keys
 from pallas_kernels.index_select.reference import MASKED_SCORE
@@ -27,86 +34,9 @@ from pallas_kernels.index_select.shapes import KEY_TILE, QUERY_BLOCK
 from pallas_kernels.sparse_attention import rows as key_rows
 
 _HIGHEST = jax.lax.Precision.HIGHEST
-_NO_INDEX = jnp.iinfo(jnp.int32).max
-_CPU_ROWS, _CPU_KEYS = 32, 256
-
 _LARGEST_GROUP = 8
 _RANKED_BYTES = 8 * 2**20
 """About the size of the scores that are ranked at once."""
-
-
-def _weigh_heads(weights_xH: Array, dots_xHS: Array, channels: int, use_relu: bool) -> Array:
-    """Sum over the heads, one after the other, then the scale: one order of additions on every backend."""
-    heads = dots_xHS.shape[-2]
-    if use_relu:
-        dots_xHS = jax.nn.relu(dots_xHS)
-    total = weights_xH[..., 0, None] * dots_xHS[..., 0, :]
-    for head in range(1, heads):
-        total = total + weights_xH[..., head, None] * dots_xHS[..., head, :]
-    return (heads * channels) ** -0.5 * total
-
-
-def tile_scores_blocked(q_BQHD: Array, k_BSD: Array, weights_BQH: Array, use_relu: bool) -> Array:
-    """Scores [B, Q, S] of a block of queries and a tile of keys, by one matrix product."""
-    dtype = weights_BQH.dtype
-    if q_BQHD.dtype != k_BSD.dtype or q_BQHD.dtype != jnp.bfloat16:
-        q_BQHD, k_BSD = q_BQHD.astype(dtype), k_BSD.astype(dtype)
-    dots_BQHS = jnp.einsum("bqhd,bsd->bqhs", q_BQHD, k_BSD, precision=_HIGHEST, preferred_element_type=dtype)
-    return _weigh_heads(weights_BQH, dots_BQHS, q_BQHD.shape[-1], use_relu)
-
-
-def tile_scores_rowwise(q_BQHD: Array, k_BSD: Array, weights_BQH: Array, use_relu: bool) -> Array:
-    """The same scores by small products of one shape: a few queries (`_CPU_ROWS` rows of heads), `_CPU_KEYS` keys.
-
-    On CPU the order in which a matrix product adds depends on its shape, so the bits of a score would depend
-    on how many queries and keys it is computed with. With a fixed shape they cannot.
-    """
-    dtype = weights_BQH.dtype
-    batch, queries, heads, channels = q_BQHD.shape
-    keys = k_BSD.shape[1]
-    group = max(1, _CPU_ROWS // heads)
-    groups, pieces = -(-queries // group), -(-keys // _CPU_KEYS)
-    padded_BSD = jnp.pad(k_BSD.astype(dtype), ((0, 0), (0, pieces * _CPU_KEYS - keys), (0, 0)))
-    # Keys along the lanes of a vector: twice as fast as one key after another.
-    k_BPDS = padded_BSD.reshape(batch, pieces, _CPU_KEYS, channels).swapaxes(2, 3)
-    missing = ((0, 0), (0, groups * group - queries), (0, 0))
-    q_BGRD = jnp.pad(q_BQHD.astype(dtype), (*missing, (0, 0))).reshape(batch, groups, group * heads, channels)
-    weights_BGQH = jnp.pad(weights_BQH, missing).reshape(batch, groups, group, heads)
-
-    def score(position: Array, scores_BQS: Array) -> Array:
-        # Queries vary fastest, so that a piece of keys stays in the core's cache.
-        sequence, rest = position // (groups * pieces), position % (groups * pieces)
-        piece, number = rest // groups, rest % groups
-        dots_RS = jnp.einsum(
-            "rd,ds->rs", q_BGRD[sequence, number], k_BPDS[sequence, piece], precision=_HIGHEST
-        )
-        dots_QHS = dots_RS.reshape(group, heads, _CPU_KEYS)
-        scores_QS = _weigh_heads(weights_BGQH[sequence, number], dots_QHS, channels, use_relu)
-        place = (sequence, number * group, piece * _CPU_KEYS)
-        return jax.lax.dynamic_update_slice(scores_BQS, scores_QS[None], place)
-
-    empty = jnp.zeros((batch, groups * group, pieces * _CPU_KEYS), dtype)
-    empty = match_varying(empty, q_BGRD, k_BPDS, weights_BGQH)[0]
-    return jax.lax.fori_loop(0, batch * groups * pieces, score, empty)[:, :queries, :keys]
-
-
-def tile_scores(q_BQHD: Array, k_BSD: Array, weights_BQH: Array, use_relu: bool) -> Array:
-    """Scores [B, Q, S] in the dtype of the weights; the bits of a score do not depend on its neighbours."""
-    arrays = match_varying(q_BQHD, k_BSD, weights_BQH)
-    return jax.lax.platform_dependent(
-        *arrays,
-        cpu=functools.partial(tile_scores_rowwise, use_relu=use_relu),
-        default=functools.partial(tile_scores_blocked, use_relu=use_relu),
-    )
-
-
-def rankable(scores_BQS: Float[Array, "B Q S"], visible_BQS: Bool[Array, "B Q S"]) -> Array:
-    """Scores as `top_k` ranks them by the rule: invisible is -inf and nothing else is, -0.0 is 0.0."""
-    scores_BQS = jnp.maximum(scores_BQS, jnp.finfo(scores_BQS.dtype).min)
-    scores_BQS = jnp.where(scores_BQS == 0, jnp.zeros((), scores_BQS.dtype), scores_BQS)
-    # One sign for NaN: they rank by it.
-    scores_BQS = jnp.where(jnp.isnan(scores_BQS), jnp.nan, scores_BQS)
-    return jnp.where(visible_BQS, scores_BQS, -jnp.inf)
 
 
 def merge_candidates(scores_BQN: Array, indices_BQN: Array, top_k: int) -> tuple[Array, Array]:
@@ -116,9 +46,9 @@ def merge_candidates(scores_BQN: Array, indices_BQN: Array, top_k: int) -> tuple
 
 
 def ascending(indices_BQK: Array) -> Array:
-    """Indices in ascending order, with the absent ones (`_NO_INDEX`) at the end as -1."""
+    """Indices in ascending order, with the absent ones (`NO_INDEX`) at the end as -1."""
     sorted_BQK = jnp.sort(indices_BQK, axis=-1)
-    return jnp.where(sorted_BQK == _NO_INDEX, -1, sorted_BQK)
+    return jnp.where(sorted_BQK == NO_INDEX, -1, sorted_BQK)
 
 
 def select_from_scores(
@@ -127,8 +57,8 @@ def select_from_scores(
     """The selection stage alone: the `top_k` best visible keys of given scores, tile by tile."""
     scores_BQS = rankable(scores_BQS, visible_BQS)
     best = jnp.full((*scores_BQS.shape[:2], top_k), -jnp.inf, scores_BQS.dtype)
-    indices = jnp.full(best.shape, _NO_INDEX, jnp.int32)
-    positions = jnp.where(visible_BQS, jnp.arange(scores_BQS.shape[2], dtype=jnp.int32), _NO_INDEX)
+    indices = jnp.full(best.shape, NO_INDEX, jnp.int32)
+    positions = jnp.where(visible_BQS, jnp.arange(scores_BQS.shape[2], dtype=jnp.int32), NO_INDEX)
     for start in range(0, scores_BQS.shape[2], key_tile):
         tile = slice(start, start + key_tile)
         best, indices = merge_candidates(
@@ -218,12 +148,12 @@ def _local_candidates(
             place_BQK = places_BQK - top_k
             new_BQK = start_of(turn * group + place_BQK // tile) + place_BQK % tile + offset
             indices_BQK = jnp.where(places_BQK < top_k, kept_BQK, new_BQK)
-            indices_BQK = jnp.where(jnp.isneginf(best_BQK), _NO_INDEX, indices_BQK)
+            indices_BQK = jnp.where(jnp.isneginf(best_BQK), NO_INDEX, indices_BQK)
             return jax.lax.dynamic_update_slice_in_dim(ranked_BQN, best_BQK, 0, axis=2), indices_BQK
 
     # The candidates, and after them the scores of a group of tiles.
     ranked = jnp.full((batch, queries, top_k + group * tile), -jnp.inf, dtype)
-    indices = jnp.full((batch, queries, top_k), _NO_INDEX, jnp.int32)
+    indices = jnp.full((batch, queries, top_k), NO_INDEX, jnp.int32)
     ranked, indices, *_ = match_varying(ranked, indices, *marks)
     turns = (visible_keys + (group * tile - 1)) // (group * tile)
     ranked, indices = jax.lax.fori_loop(jnp.int32(0), turns, merge_group, (ranked, indices))
@@ -242,11 +172,11 @@ def select(
     page_table: Int[Array, "B pages"] | None = None,
     axis_name: str | tuple[str, ...] | None = None,
     use_relu: bool = True,
-    query_block: int = QUERY_BLOCK,
-    key_tile: int = KEY_TILE,
+    query_block: int | None = None,
+    key_tile: int | None = None,
     scores_of: Callable[[Array, Array, Array, bool], Array] = tile_scores,
 ) -> Int[Array, "B Q top_k"]:
-    """`pallas_kernels.index_select.select` by tiles, whose sizes do not change the result.
+    """`pallas_kernels.index_select.select` by tiles, whose sizes (None: the platform's) do not change the result.
 
     `scores_of` queries, a tile of keys, weights and `use_relu` gives the scores of the tile [B, Q, S].
     """
@@ -265,37 +195,54 @@ def select(
         if local_keys * shards <= top_k or query_positions.size == 0:
             return first_keys(positions_BQ, local_keys * shards, top_k)
 
-        def candidates(block: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-            q, w, positions = block
-            return _local_candidates(
-                q, k_index, w, positions, page_table, offset, top_k, use_relu, key_tile, scores_of
-            )
+        def finish(scores: Array, indices: Array) -> tuple[Array, ...]:
+            # Shards are merged by score.
+            return (ascending(indices),) if axis_name is None else (scores, indices)
 
-        block = min(queries, max(1, query_block // batch))
-        scores, indices = jax.lax.map(
-            candidates,
-            (
-                key_rows.split_queries(q_index, block, 0),
-                key_rows.split_queries(weights.astype(dtype), block, 0),
-                key_rows.split_queries(positions_BQ, block, -1),
-            ),
+        def in_tiles(q: Array, k: Keys, w: Array, positions: Array, offset: Array, *table: Array) -> Any:
+            pages = table[0] if table else None
+            tile = key_tile or KEY_TILE
+
+            def candidates(block: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+                q, w, positions = block
+                return _local_candidates(q, k, w, positions, pages, offset, top_k, use_relu, tile, scores_of)
+
+            block = min(queries, max(1, (query_block or QUERY_BLOCK) // batch))
+            filled = ((q, 0), (w, 0), (positions, -1))
+            found = jax.lax.map(
+                candidates, tuple(key_rows.split_queries(a, block, fill) for a, fill in filled)
+            )
+            return finish(*(key_rows.join_queries(a, queries) for a in found))
+
+        def on_cpu(q: Array, k: Keys, w: Array, positions: Array, offset: Array, *table: Array) -> Any:
+            pages = table[0] if table else None
+            return _cpu_select.select(q, k, w, positions, pages, offset, top_k, use_relu, finish)
+
+        paged = () if page_table is None else (page_table,)
+        leaves, structure = jax.tree.flatten(
+            (q_index, k_index, weights.astype(dtype), positions_BQ, offset, *paged)
         )
-        scores = key_rows.join_queries(scores, queries)
-        indices = key_rows.join_queries(indices, queries)
-        if axis_name is not None:
-            with jax.named_scope("merge_shards"):
-                gather = functools.partial(
-                    jax.lax.all_gather, axis_name=axis_name, axis=2, tiled=True, to="invarying"
-                )
-                _, indices = merge_candidates(gather(scores), gather(indices), top_k)
-        return ascending(indices)
+        arguments = structure.unflatten(match_varying(*leaves))
+        if query_block is None and key_tile is None and scores_of is tile_scores:
+            found = jax.lax.platform_dependent(*arguments, cpu=on_cpu, default=in_tiles)
+        else:
+            found = in_tiles(*arguments)
+        if axis_name is None:
+            return found[0]
+        scores, indices = found
+        with jax.named_scope("merge_shards"):
+            gather = functools.partial(
+                jax.lax.all_gather, axis_name=axis_name, axis=2, tiled=True, to="invarying"
+            )
+            _, indices = merge_candidates(gather(scores), gather(indices), top_k)
+            return ascending(indices)
 
 
 def _scores_of_rows(
     q_BQHD: Array, k_BQND: Array, weights_BQH: Array, exists_BQN: Array, use_relu: bool, dtype: jnp.dtype
 ) -> Array:
     dots_BQHN = jnp.einsum("bqhd,bqnd->bqhn", q_BQHD.astype(dtype), k_BQND.astype(dtype), precision=_HIGHEST)
-    scores_BQN = _weigh_heads(weights_BQH.astype(dtype), dots_BQHN, q_BQHD.shape[-1], use_relu)
+    scores_BQN = weigh_heads(weights_BQH.astype(dtype), dots_BQHN, q_BQHD.shape[-1], use_relu)
     return jnp.where(exists_BQN, scores_BQN, MASKED_SCORE)
 
 
