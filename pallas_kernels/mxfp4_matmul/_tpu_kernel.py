@@ -28,6 +28,8 @@ _VMEM_FOR_BLOCKS = 30 * 2**20
 _UNPACK = 8 * BLOCK
 _LANES = 128
 _LARGEST_ODD_INPUTS = 2048
+# Rows of a decode step, at most.
+_FEW_ROWS = 2048
 
 
 class Options(NamedTuple):
@@ -257,6 +259,9 @@ def choose_tiles(
         return weights + 2 * tile.rows * (contracted + result) * itemsize + 4 * count * tile.rows * result
 
     row = row_tile(rows, experts)
+    if rows <= _FEW_ROWS:
+        # Tiles that divide the rows let them stay in vector memory, which is worth more than large ones.
+        row = next((size for size in (row, row // 2, row // 4) if size >= 32 and rows % size == 0), row)
     if options.transposed:
         choices = [_Tiles(row, _input_tile(inputs), outputs)]
         if inputs % _UNPACK == 0:

@@ -24,8 +24,9 @@ SHAPES: dict[str, GroupedMatmulShape] = {
     # The 2.8T configuration, 16 of 896 experts per token, with its experts over 64 devices: 14 experts each.
     "decode_2p8t_up_experts_over_64": GroupedMatmulShape(64, 14, 3584, 3072),
     "decode_2p8t_down_experts_over_64": GroupedMatmulShape(64, 14, 3072, 3584),
-    # What 64 rows send there at most, for which a decode step is compiled.
+    # What 64 rows send there at most, and over 128 devices, for which a decode step is compiled.
     "decode_bound_2p8t_up_experts_over_64": GroupedMatmulShape(896, 14, 3584, 3072),
+    "decode_bound_2p8t_up_experts_over_128": GroupedMatmulShape(448, 7, 3584, 3072),
     "prefill_2p8t_up_experts_over_64": GroupedMatmulShape(8192, 14, 3584, 3072),
     "prefill_2p8t_down_experts_over_64": GroupedMatmulShape(8192, 14, 3072, 3584),
     # One token, and a batch of 256, with the experts over 16 devices: 56 each. The rows are an upper bound.

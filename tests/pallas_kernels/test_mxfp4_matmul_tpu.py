@@ -308,6 +308,8 @@ def test_tiles_divide_the_weights_of_every_shape(name, transposed, activation):
     assert inputs % tile.inputs == 0 and outputs % tile.outputs == 0
     assert tile.rows <= row_tile(rows, experts)
     assert tile.outputs == outputs if transposed else tile.inputs == inputs
+    if name.startswith("decode_bound"):
+        assert tile.whole_rows
 
 
 @pytest.mark.slow

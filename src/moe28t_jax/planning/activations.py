@@ -31,6 +31,8 @@ SLACK = 1 / 8
 DENSE_KEYS_PER_SELECTED = 16
 """Up to this many keys per selected one, the indexer's loss scores all of them."""
 
+# What XLA gives each product of NVIDIA's library since Hopper.
+_GPU_WORKSPACE = 32 * 2**20
 _SUBLANES = 16  # bfloat16 rows of a tile
 
 
@@ -205,12 +207,14 @@ def _experts(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
 
 
 def _moved_weights(config: ModelConfig, axes: Mapping[str, int], lanes: int) -> int:
-    """Weights of stacked layers that compilers write to another place before they multiply with them.
+    """Weights of stacked layers that TPU compilers write to another place before they multiply with them; on GPU, where
+    they are read as they lie, the room that products ask for.
 
-    On TPU stacks of narrow matrices, once before the loop over the layers and in whole tiles: the step sizes of
-    recurrent layers (heads in sublanes) and the heads' weights of the indexer (in lanes). On GPU the layer's slice of
-    the four matrices that a recurrent layer multiplies its input with.
+    Moved are stacks of narrow matrices, once before the loop over the layers and in whole tiles: the step sizes of
+    recurrent layers (heads in sublanes) and the heads' weights of the indexer (in lanes).
     """
+    if lanes == 1:
+        return _GPU_WORKSPACE
     total = 0
     for segment in segments(config, True):
         if segment.repeats == 1:
@@ -218,11 +222,7 @@ def _moved_weights(config: ModelConfig, axes: Mapping[str, int], lanes: int) -> 
         kinds = [config.attention_kinds[segment.layer(0, position)] for position in range(segment.period)]
         stack = segment.repeats // axes["stage"] * config.hidden_size * ACTIVATION_BYTES
         heads = ceil_div(config.kda.num_heads, axes["tensor"]) if config.kda is not None else 0
-        if lanes > 1:
-            total += kinds.count("kda") * stack * _up(heads, _SUBLANES) if heads % lanes else 0
-            if config.dsa is not None and config.dsa.num_heads % lanes:
-                total += kinds.count("dsa") * stack * _up(config.dsa.num_heads, lanes)
-        elif "kda" in kinds and config.kda is not None:
-            columns = heads * config.kda.head_dim
-            total = max(total, 4 * config.hidden_size * columns * ACTIVATION_BYTES)
+        total += kinds.count("kda") * stack * _up(heads, _SUBLANES) if heads % lanes else 0
+        if config.dsa is not None and config.dsa.num_heads % lanes:
+            total += kinds.count("dsa") * stack * _up(config.dsa.num_heads, lanes)
     return total
