@@ -12,7 +12,7 @@ gc_i - gc_j loses the small decays that follow a large one. The chunk is cut int
 blocks, the decay from j to i is the product of the row's decay since a boundary between them and the column's up to
 it: both exponents are sums of values <= 0, so both factors are at most 1 and accurate. Within a block one boundary,
 its middle, serves all pairs at once while every exponent seen from there is small (always when no token decays by
-more than exp(-6)); the factors are then above 1 on one side and below on the other. Else the block is halved
+more than exp(-5.5)); the factors are then above 1 on one side and below on the other. Else the block is halved
 recursively, and again no factor exceeds 1.
 """
 
@@ -32,7 +32,7 @@ SMALLEST_LOG_DECAY = -1e30
 
 _BLOCK_SIZE = 16
 
-_LARGEST_EXPONENT = 48.0
+_LARGEST_EXPONENT = 44.0
 """Seen from a block's middle. exp of twice it is finite in float32, and a sum of this size is rounded by less than
 2e-6, which is then the relative error of a factor."""
 
@@ -105,10 +105,12 @@ def _weighted(weights: np.ndarray, log_decay_NIK: Array) -> Array:
 def _near_at_once(rows_NRK: Array, k_NJK: Array, from_middle_NIK: Array, log_decay_NIK: Array) -> Array:
     """Scores within blocks, [..., N, R, J], each decay as one product of factors seen from the block's middle."""
     size = k_NJK.shape[-2]
-    # Where the other branch is taken and both are computed (a vmapped condition), nothing may overflow.
-    row_NIK = jnp.exp(jnp.clip(from_middle_NIK, -_LARGEST_EXPONENT, _LARGEST_EXPONENT))
+    # Where the other branch is taken and both are computed (a vmapped condition), nothing may overflow, in the gradient
+    # neither: that of a quotient divides by the square.
+    exponent_NIK = jnp.clip(from_middle_NIK, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+    row_NIK = jnp.exp(exponent_NIK)
     row_NRK = jnp.concatenate([row_NIK] * (rows_NRK.shape[-2] // size), axis=-2)
-    return einsum("...rk,...jk->...rj", rows_NRK * row_NRK, k_NJK / row_NIK)
+    return einsum("...rk,...jk->...rj", rows_NRK * row_NRK, k_NJK * jnp.exp(-exponent_NIK))
 
 
 def _near_by_halvings(rows_NRK: Array, k_NJK: Array, from_middle_NIK: Array, log_decay_NIK: Array) -> Array:

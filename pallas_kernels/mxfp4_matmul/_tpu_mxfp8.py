@@ -23,7 +23,7 @@ from pallas_kernels.mxfp4_matmul.quantize import E4M3_LARGEST_EXPONENT, E4M3_MAX
 _LANES = 128
 _ROWS = 128
 # Float32 rows of one block; their second buffers and the results take as much again each.
-_BLOCK_BYTES = 4 * 2**20
+_BLOCK_BYTES = 2 * 2**20
 _E4M3_SMALLEST_EXPONENT = 127 - 6
 """Biased as float32's: below it, E4M3's numbers are evenly spaced."""
 

@@ -321,7 +321,7 @@ def _features_of(
 
 
 def _check_context(max_context: int | None, config: ModelConfig) -> None:
-    whole = isinstance(max_context, int) and not isinstance(max_context, bool)
+    whole = isinstance(max_context, int | np.integer) and not isinstance(max_context, bool)
     if max_context is not None and not (whole and 1 <= max_context <= config.max_context):
         raise ValueError(
             f"max_context is {max_context}; this model allows 1 to {config.max_context} tokens per sequence."

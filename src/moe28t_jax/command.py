@@ -14,8 +14,12 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run the command of this process and end with its status."""
-    default = signal.signal(signal.SIGINT, _leave)
+    default = signal.getsignal(signal.SIGINT)
+    # A job in the background ignores what is meant for the one before it.
+    if default is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _leave)
     from moe28t_jax.cli import main as run
 
-    signal.signal(signal.SIGINT, default)
+    if default is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, default)
     sys.exit(run())

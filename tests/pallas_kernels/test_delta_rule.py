@@ -26,6 +26,8 @@ def log_decays(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> n
     normal = -5.0 / (1.0 + np.exp(2.0 - 2.0 * rng.standard_normal(shape)))
     if kind == "normal":
         return normal
+    if kind.startswith("-"):
+        return np.full(shape, float(kind))
     if kind == "zero":
         return np.zeros(shape)
     if kind == "lower_bound":
@@ -298,7 +300,8 @@ def test_gradients_equal_recurrence_in_float64(decay: str) -> None:
             assert_close(actual[name], expected[name], 1e-11)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
+# On both sides of where the factors of a block become too large.
+@pytest.mark.parametrize("decay", [*DECAYS, "-5.45", "-5.8"])
 def test_gradients_in_float32(decay: str) -> None:
     segment_ids = np.broadcast_to(np.arange(130) >= 81, (2, 130)).astype(np.int32)
     actual = gradients(make_inputs(12, (2, 130, 2, 8, 8), decay), "xla", jnp.asarray(segment_ids))
@@ -312,6 +315,26 @@ def test_gradients_in_float32(decay: str) -> None:
     for name in ARGUMENTS:
         assert actual[name].dtype == jnp.float32
         assert_close(actual[name], expected[name], 1e-5)
+
+
+@pytest.mark.parametrize("decay", ["-5.8", "extreme", "mixed"])
+def test_gradients_under_vmap(decay: str) -> None:
+    """Of a vmapped condition both branches are computed, and neither may spoil the other's gradient."""
+    x = make_inputs(16, (2, 20, 1, 8, 8), decay)
+
+    def gradient(x: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        def loss(x: dict[str, jax.Array]) -> jax.Array:
+            o, state = delta_rule.delta_rule(**x, implementation="xla")
+            return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(state))
+
+        return jax.grad(loss)(x)
+
+    rows = jax.tree.map(lambda a: a[:, None], x)
+    found = jax.jit(jax.vmap(gradient))(rows)
+    for row in range(2):
+        expected = gradient(jax.tree.map(lambda a, row=row: a[row], rows))
+        for name in ARGUMENTS:
+            assert_close(found[name][row], expected[name], 1e-5)
 
 
 def test_gradient_of_one_token() -> None:

@@ -219,11 +219,14 @@ def test_a_folder_is_judged_by_its_strictest_file(tmp_path: Path) -> None:
     assert check_licence(both).status == "unknown"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["MODEL_LICENSE", "MODEL_LICENSE.txt", "Kimi-K3-LICENSE", "LICENSE AGREEMENT.txt", "EULA.txt", "LICENSE_KIMI.html",
-     "USE_POLICY.md", "Terms of Use.md", "third-party.licenses.txt", "LICENSE-MODEL.pdf"],
+NAMES = (
+    "MODEL_LICENSE", "MODEL_LICENSE.txt", "Kimi-K3-LICENSE", "LICENSE AGREEMENT.txt", "EULA.txt", "LICENSE_KIMI.html",
+    "USE_POLICY.md", "Terms of Use.md", "third-party.licenses.txt", "LICENSE-MODEL.pdf", "Llama-3.1-LICENSE",
+    "LICENSE-2.0", "Gemma-1.1-Terms-of-Use", "LICENSE_v1.2",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_terms_are_found_by_their_names(name: str, tmp_path: Path) -> None:
     path = folder(tmp_path / "model")
     # Not UTF-8 where it is a document, which cannot be read: its hash is still one to accept.

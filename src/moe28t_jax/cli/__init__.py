@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -49,10 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What is still held back fails here, where it is answered.
         sys.stdout.flush()
         return status
-    except BrokenPipeError:
-        # Who read the output has ended, such as `head`. Nothing is left to say, also when Python closes it.
+    except BrokenPipeError as error:
+        if not _output_is_closed():
+            return _failed(options, _sentence(error), 1)
+        # Who read the output has ended, such as `head`: nothing is left to say, also when Python closes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return _ended("Nobody reads its output any more.", 128 + signal.SIGPIPE)
     except (ValueError, NotImplementedError, FileNotFoundError, PermissionError, IsADirectoryError) as error:
         return _failed(options, _sentence(error), 2)
     except (OSError, FloatingPointError, HostError) as error:
@@ -107,6 +110,17 @@ def _kernels(name: str | None) -> AbstractContextManager[None]:
 def _failed(options: argparse.Namespace, sentence: str, status: int) -> int:
     print(f"moe28t {options.command}: {sentence}", file=sys.stderr)
     return _ended(sentence, status)
+
+
+def _output_is_closed() -> bool:
+    try:
+        print(end="", flush=True)
+        os.write(sys.stdout.fileno(), b"")
+        readers = select.poll()
+        readers.register(sys.stdout.fileno(), select.POLLERR)
+        return bool(readers.poll(0))
+    except BrokenPipeError:
+        return True
 
 
 def _ended(sentence: str, status: int) -> int:

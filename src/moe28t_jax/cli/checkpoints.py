@@ -28,7 +28,8 @@ def _run(options: argparse.Namespace, action: Callable[[Any], None]) -> int:
             raise OSError(
                 errno.ENOSPC,
                 f"The disk is full, so {str(options.target)!r} was not written; make room and run this again, which "
-                f"goes on where it can, or delete the folders '.{options.target.name}.*' beside it to give it up",
+                f"goes on where it can, or give it up and delete the folders '.{options.target.resolve().name}.*' "
+                "beside it",
             ) from None
     size = sum(file.stat().st_size for file in options.target.rglob("*") if file.is_file())
     seconds = round(time.perf_counter() - started, 2)

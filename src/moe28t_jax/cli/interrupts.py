@@ -15,7 +15,9 @@ _AGAIN_SECONDS = 0.05
 @contextlib.contextmanager
 def heard() -> Iterator[None]:
     """Interrupts raise KeyboardInterrupt where the program can end. In another place than the main thread, none can."""
-    if threading.current_thread() is not threading.main_thread():
+    here = threading.current_thread() is threading.main_thread()
+    # A job in the background ignores what is meant for the one before it.
+    if not here or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
         yield
         return
     before = signal.signal(signal.SIGINT, _interrupt)

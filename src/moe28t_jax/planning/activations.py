@@ -55,7 +55,7 @@ def activation_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work) -
         for stage, given in ((own, work), (alike, work.whole))
         if stage is not None
     )
-    moved = _moved_weights(config, axes, work.lanes)
+    moved = _moved_weights(config, axes, work)
     # Around the loop over a pipeline's turns as well as in it; the one program that was read (v6e-16x16) writes the
     # indexer's weights and the convolution windows there, 25 MB, and holds 38 MB more than this without them.
     return live + moved * (1 if axes["stage"] == 1 else 2) + PROGRAM_BYTES
@@ -206,14 +206,16 @@ def _experts(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
     return routed + repeated * expert + shared + router
 
 
-def _moved_weights(config: ModelConfig, axes: Mapping[str, int], lanes: int) -> int:
-    """Weights of stacked layers that TPU compilers write to another place before they multiply with them; on GPU, where
-    they are read as they lie, the room that products ask for.
+def _moved_weights(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
+    """Weights of stacked layers that compilers write to another place before they multiply with them, once before the
+    loop over the layers.
 
-    Moved are stacks of narrow matrices, once before the loop over the layers and in whole tiles: the step sizes of
-    recurrent layers (heads in sublanes) and the heads' weights of the indexer (in lanes).
+    On TPU stacks of narrow matrices in whole tiles: the step sizes of recurrent layers (heads in sublanes) and the
+    heads' weights of the indexer (in lanes). On GPU the heads' weights of latent attention for a single token, which
+    is multiplied without the library; for more, the library's workspace is counted instead.
     """
-    if lanes == 1:
+    lanes = work.lanes
+    if lanes == 1 and (work.tokens > 1 or work.phase != "decode"):
         return _GPU_WORKSPACE
     total = 0
     for segment in segments(config, True):
@@ -221,6 +223,14 @@ def _moved_weights(config: ModelConfig, axes: Mapping[str, int], lanes: int) -> 
             continue
         kinds = [config.attention_kinds[segment.layer(0, position)] for position in range(segment.period)]
         stack = segment.repeats // axes["stage"] * config.hidden_size * ACTIVATION_BYTES
+        if lanes == 1:
+            mla, attention = config.mla, len(kinds) - kinds.count("kda")
+            if mla is not None:
+                rows = ceil_div(mla.num_heads, axes["tensor"]) * (mla.qk_nope_head_dim + mla.v_head_dim)
+                total += (
+                    segment.repeats // axes["stage"] * attention * rows * mla.kv_lora_rank * ACTIVATION_BYTES
+                )
+            continue
         heads = ceil_div(config.kda.num_heads, axes["tensor"]) if config.kda is not None else 0
         total += kinds.count("kda") * stack * _up(heads, _SUBLANES) if heads % lanes else 0
         if config.dsa is not None and config.dsa.num_heads % lanes:

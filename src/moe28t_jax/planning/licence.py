@@ -180,14 +180,19 @@ def check_text(text: str, profile: UsageProfile | None = None, path: str = "") -
 
 
 def find_licences(folder: Path) -> tuple[Path, ...]:
-    """Files of a folder that are licences by their name (LICENSE, MODEL_LICENSE.md, LICENCE.kimi, EULA.pdf), sorted."""
-    return tuple(sorted(file for file in folder.iterdir() if file.is_file() and is_licence_name(file.name)))
+    """Files of a folder that are licences by their name (LICENSE, MODEL_LICENSE.md, LICENCE.kimi, EULA.pdf), and
+    those in a folder LICENSES; sorted."""
+    files = [file for file in folder.iterdir() if file.is_file() and is_licence_name(file.name)]
+    for inner in folder.iterdir():
+        if inner.is_dir() and inner.name.casefold() in ("licenses", "licences"):
+            files += [file for file in inner.iterdir() if file.is_file()]
+    return tuple(sorted(files))
 
 
 _DOCUMENTS = (".pdf", ".docx", ".doc", ".rtf", ".odt")
 _TEXTS = ("", ".txt", ".md", ".rst", ".html", ".htm", *_DOCUMENTS)
 _LICENCE_WORD = re.compile(
-    r"(?:^|[-_. ])(?:licen[cs]es?|copying|eula|terms(?:[-_ ]of[-_ ]use)?|use[-_]policy)(?=[-_. ]|$)"
+    r"(?:^|[-_. ])(?:licen[cs]es?|copying|eula|terms[-_ ]of[-_ ](?:use|service)|use[-_ ]policy)(?=[-_. ]|$)"
 )
 
 
@@ -198,7 +203,11 @@ def is_licence_name(name: str) -> bool:
     # `license_plates.py` is a program, `LICENSE.kimi` a licence.
     if stem in ("license", "licence", "copying"):
         return True
-    return _LICENCE_WORD.search(name) is not None and (dot + ending.rpartition(".")[2]) in _TEXTS
+    if _LICENCE_WORD.search(name) is None:
+        return False
+    last = ending.rpartition(".")[2]
+    # `LICENSE-2.0` and `Gemma-1.1-Terms-of-Use` end in no kind of file.
+    return (dot + last) in _TEXTS or last[:1].isdigit() or _LICENCE_WORD.search(last) is not None
 
 
 def decode_licence(content: bytes, where: str) -> str:

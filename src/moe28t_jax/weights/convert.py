@@ -14,7 +14,7 @@ import numpy as np
 from rich.progress import Progress
 
 from moe28t_jax.weights.checkpoint import CONFIG_FILE, SINGLE_FILE, Checkpoint
-from moe28t_jax.weights.checksums import check_value, read_checksums, write_checksum_file
+from moe28t_jax.weights.checksums import CHECKSUM_FILE, check_value, read_checksums, write_checksum_file
 from moe28t_jax.weights.errors import CheckpointError
 from moe28t_jax.weights.matching import BLOCK, NAN_SCALE, check_scale, match
 from moe28t_jax.weights.publish import (
@@ -173,11 +173,12 @@ def _convert(checkpoint: Checkpoint, name: str, action: Action) -> dict[str, np.
 
 
 def source_stamp(checkpoint: Checkpoint, to: str) -> bytes:
-    """What a conversion depends on: names, sizes and modification times of the source, and the aim."""
+    """What a conversion depends on: names, sizes and times of the source's files, checksums included, and the aim."""
     files = {}
-    for file in (*checkpoint.shards, CONFIG_FILE):
-        status = (checkpoint.folder / file).stat()
-        files[file] = [status.st_size, status.st_mtime_ns]
+    for file in (*checkpoint.shards, CONFIG_FILE, CHECKSUM_FILE):
+        if (checkpoint.folder / file).exists():
+            status = (checkpoint.folder / file).stat()
+            files[file] = [status.st_size, status.st_mtime_ns]
     source = hashlib.sha256(str(checkpoint.folder.resolve()).encode()).hexdigest()
     return json.dumps({"source": source, "files": files, "to": to}, sort_keys=True).encode()
 

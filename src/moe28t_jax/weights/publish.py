@@ -38,8 +38,10 @@ def is_weight_file(path: Path) -> bool:
 
 # What a folder says about the model in it, other than its configuration: licences, tokenizer, code, model card.
 _ABOUT_THE_MODEL = re.compile(
-    r"licen[cs]e|copying|eula|terms|policy|notice|tokeni[sz]|tiktoken|vocab|merges|special_tokens|added_tokens|template|"
-    r"generation_config|processor|configuration_|modeling_|readme|model[-_ ]?card|\.model$|\.jinja$"
+    r"(?:^|[-_. ])(?:licen[cs]es?|copying|eula|notice|use[-_ ]policy|terms[-_ ]of[-_ ](?:use|service))(?=[-_. ]|$)|"
+    r"^tokeni[sz](?:er|ation).*|^tiktoken.*|^vocab\.|^merges\.|^special_tokens_map|^added_tokens|^chat_template|"
+    r"^generation_config|^(?:pre|image_|video_)?processor_config|^(?:configuration|modeling|image_processing|processing)_"
+    r".*\.py$|^readme(?:\.|$)|^model[-_ ]?card|\.model$|\.jinja$"
 )
 
 
