@@ -317,7 +317,10 @@ def test_gradients_in_float32(decay: str) -> None:
         assert_close(actual[name], expected[name], 1e-5)
 
 
-@pytest.mark.parametrize("decay", ["-5.8", "extreme", "mixed"])
+SLOW_DECAYS = [pytest.param(decay, marks=pytest.mark.slow) for decay in ("extreme", "mixed")]
+
+
+@pytest.mark.parametrize("decay", ["-5.8", *SLOW_DECAYS])
 def test_gradients_under_vmap(decay: str) -> None:
     """Of a vmapped condition both branches are computed, and neither may spoil the other's gradient."""
     x = make_inputs(16, (2, 20, 1, 8, 8), decay)

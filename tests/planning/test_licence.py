@@ -239,7 +239,8 @@ def test_terms_are_found_by_their_names(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["license_plates.py", "licensed.json", "long_terms.json", "determs.txt", "policy.md"]
+    "name",
+    ["license_plates.py", "licensed.json", "long_terms.json", "determs.txt", "policy.md", "search_terms.txt"],
 )
 def test_other_files_are_no_licences(name: str, tmp_path: Path) -> None:
     path = folder(tmp_path / "model")
