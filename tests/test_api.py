@@ -51,7 +51,6 @@ def test_bfloat16_is_the_default_and_overrides_reach_the_configuration(small_che
     ({"max_context": 0}, ValueError, r"max_context is 0; this model allows 1 to 1024 tokens per sequence"),
     ({"max_context": 1025}, ValueError, r"max_context is 1025; this model allows 1 to 1024 tokens per sequence"),
     ({"dtype": "float16"}, ValueError, r"dtype is 'float16'; it must be bfloat16, float32 or float64"),
-    ({"max_context": 100.5}, ValueError, r"max_context is 100\.5; this model allows 1 to"),
     ({"overrides": {"dsa.topk": 3}}, ValueError, r"The configuration has no field 'dsa\.topk'"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused(small_checkpoint, options, kind, message) -> None:

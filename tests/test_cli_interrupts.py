@@ -5,10 +5,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from moe28t_jax.cli.interrupts import heard
+
+
+@pytest.fixture(autouse=True)
+def in_the_foreground() -> Iterator[None]:
+    """A job in the background, as tests may be, inherits that interrupts are ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
 
 WHILE_IMPORTING = """
 import importlib.abc, os, signal, sys
@@ -47,6 +57,13 @@ def test_inside_of_a_callback_that_forgets_exceptions() -> None:
         _xla_gc_callback()
         time.sleep(10)
     assert came_through == [True]
+
+
+def test_a_job_in_the_background_goes_on() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with heard():
+        interrupt()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_elsewhere_and_afterwards() -> None:
