@@ -94,7 +94,8 @@ def check(chip: str, shape: IndexSelectShape, key_dtype: Any = jnp.bfloat16, pag
         # The result before the padding is cut off, once more on the way.
         allowed += 2 * 4 * queries * -(-shape.top_k // 128) * 128
     scores = 4 * shape.batch * shape.queries * shape.keys
-    assert allowed < scores / 2 or shape.keys < 131072
+    # An array of all scores would be noticed.
+    assert allowed < scores or shape.keys < 131072
     if key_dtype == "fp8":
         # The scales: a byte per key in a word of its own, as given and by rounds. A ninth of the cache or less.
         allowed += 3 * 4 * shape.batch * shape.keys
