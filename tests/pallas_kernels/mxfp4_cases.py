@@ -76,7 +76,8 @@ class Case(NamedTuple):
         products = [self.product(rows, w.dense()) for w in (self, up)]
         gate_error, linear_error = (4e-6 * self.product(np.abs(rows), np.abs(w.dense())) for w in (self, up))
         _, beta, linear_beta = SITU
-        gate = beta * np.tanh(products[0] / beta) / (1 + np.exp(-products[0]))
+        # Below -700 exp overflows in float64, and the gate is 0 either way.
+        gate = beta * np.tanh(products[0] / beta) / (1 + np.exp(-np.maximum(products[0], -700.0)))
         linear = linear_beta * np.tanh(products[1] / linear_beta)
         # The activation of the gate has slopes of at most 1.2, the other of at most 1.
         bound = 1.2 * gate_error * (np.abs(linear) + linear_error) + linear_error * np.abs(gate)
