@@ -172,8 +172,8 @@ def test_gradient_of_the_output_alone_in_bfloat16(bounded: bool) -> None:
     # A cotangent that does not depend on o, whose rounding to bfloat16 would be part of it.
     weights = make_inputs(6, (1, 130, 3, 16, 16))[2].astype(jnp.bfloat16)
 
-    def loss(x: list[jax.Array], implementation: Any, **options: Any) -> jax.Array:
-        o = implementation(*x, **options)[0]
+    def loss(x: list[jax.Array], operation: Any, **options: Any) -> jax.Array:
+        o = operation(*x, **options)[0]
         return jnp.sum(o.astype(x[-1].dtype) * weights.astype(x[-1].dtype))
 
     found = jax.grad(loss)(list(x), tpu.delta_rule, interpret=INTERPRET)
