@@ -286,6 +286,17 @@ def test_score_leaves_out_what_is_no_text_in_a_folder(capsys, folder, tmp_path) 
     assert "No file is text: 2 were skipped" in capsys.readouterr().err
 
 
+def test_score_leaves_out_what_the_context_does_not_hold(capsys, folder, tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    (tmp_path / "b.txt").write_text("x" * 1025)
+    assert main(["score", str(tmp_path), "--model", folder, "--json"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert [file["name"] for file in found["files"]] == [str(tmp_path / "a.txt")]
+    assert found["skipped"] == [str(tmp_path / "b.txt")]
+    assert "b.txt': its 1025 tokens are more than the context holds" in captured.err
+
+
 def test_score_says_what_is_wrong(capsys, folder, tmp_path) -> None:
     command = ["score", "--model", folder]
     fails(capsys, command, "There is nothing to score; name files or folders")

@@ -110,13 +110,17 @@ def test_a_file_of_messages_or_a_request(capsys, shown, tmp_path) -> None:
         "reasoning_effort": "high",
         "max_tokens": 7,
         "seed": 3,
+        "model": "any",
+        "stop": ["x"],
+        "n": 2,
     }
-    file.write_text(json.dumps(request))
+    file.write_text(json.dumps(request), encoding="utf-8-sig")
+    capsys.readouterr()
     assert main(["generate", "--messages", str(file), "--seed", "5", "--json"]) == 0
     assert shown[1] == prompt_of(messages, tools=specifications(["get"]), thinking_effort="high")
     limit, _, temperature, top_p, seed, *_ = shown.options[1]
     assert (limit, temperature, top_p, seed) == (7, 0.0, 1.0, 5)
-    capsys.readouterr()
+    assert "left out of the request, since it has no effect here: n, stop." in capsys.readouterr().err
 
 
 def test_demonstration_tools_are_run_and_the_result_is_shown_to_the_model(capsys, shown) -> None:

@@ -81,6 +81,12 @@ LAUNCHES = [
         Launch("torchrun", f"a:{PORT + 1}", 2, 1),
     ),
     (
+        # Set for the whole job: one GPU for two processes.
+        {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+         "CUDA_VISIBLE_DEVICES": "0"},
+        Launch("torchrun", f"a:{PORT + 1}", 2, 1, 1),
+    ),
+    (
         {"TPU_WORKER_HOSTNAMES": "t0,t1,t2,t3", "TPU_WORKER_ID": "2"},
         Launch("tpu", f"t0:{PORT}", 4, 2),
     ),

@@ -69,9 +69,18 @@ def detect_launch(environment: Mapping[str, str]) -> Launch:
 
 def _with_own_device(launch: Launch, environment: Mapping[str, str]) -> Launch:
     """Without a local number where the launcher has left this process one GPU to see: among the visible ones, which are
-    counted from 0, it has none of that number."""
-    visible = [one for one in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
-    return replace(launch, local_process=None) if len(visible) == 1 else launch
+    counted from 0, it has none of that number.
+
+    Slurm sets what a task sees. Elsewhere a number that is not the process's own was set for all of them, which cannot
+    share one GPU: they keep their numbers, and the devices that are missing are named at the start.
+    """
+    visible = [one.strip() for one in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+    if len(visible) != 1:
+        return launch
+    for_all = (
+        launch.launcher != "slurm" and visible[0].isdecimal() and int(visible[0]) != launch.local_process
+    )
+    return launch if for_all else replace(launch, local_process=None)
 
 
 def _checked(launch: Launch) -> Launch:
