@@ -14,12 +14,12 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from moe28t_jax.config import ModelConfig
-from moe28t_jax.model import init_cache
+from moe28t_jax.model import indexer_loss, init_cache
 from moe28t_jax.model.parameters import abstract
 from moe28t_jax.parallel import AXES, load_mesh_file, mesh_file_names
 from moe28t_jax.parallel.experts_dispatch import SLACK, bounds, choose_placement
 from moe28t_jax.parallel.sharding import cache_shardings, parameter_shardings
-from moe28t_jax.planning import chip, make_plan
+from moe28t_jax.planning import activations, chip, make_plan
 from moe28t_jax.planning.activations import expert_rows
 
 MOE28T = ModelConfig.preset("moe28t")
@@ -94,6 +94,10 @@ def test_rows_of_experts_are_those_of_the_program(ranks: int, tokens: int) -> No
     placement = choose_placement(tokens, top_k, ranks, moe.num_experts)
     limits = bounds(owned, top_k, ranks, moe.num_experts, placement, SLACK, tokens)
     assert expert_rows(moe, ranks, tokens) == (limits.rows, limits.experts - moe.num_experts // ranks)
+
+
+def test_the_planner_knows_which_form_the_indexers_loss_takes() -> None:
+    assert indexer_loss._DENSE_KEYS_PER_SELECTED == activations.DENSE_KEYS_PER_SELECTED
 
 
 def test_compiled_programs_take_what_was_planned() -> None:

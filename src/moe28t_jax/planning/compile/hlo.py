@@ -82,6 +82,12 @@ class Instruction:
         return found
 
     @property
+    def made_shapes(self) -> tuple[Shape, ...]:
+        """Of the result without what belongs to an asynchronous operation: the shapes of a fusion that is only begun are
+        those of its operands, then those of what comes."""
+        return self.shapes[len(self.operands) if self.opcode == "fusion-start" else 0 :]
+
+    @property
     def op_name(self) -> str:
         """The path of the operation in the program that was traced; empty where the compiler made it up."""
         match = _OP_NAME.search(self.attributes)

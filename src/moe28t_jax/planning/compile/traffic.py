@@ -289,9 +289,7 @@ class _Counter:
             if source.memory_bytes and number in inner.parameters:
                 total += min(source.memory_bytes, self._read(inner, inner.parameters[number]))
         roots = _results(inner)
-        # The shapes of one that is only begun are those of its operands, then those of what comes.
-        begun = len(instruction.operands) if instruction.opcode == "fusion-start" else 0
-        for shape, root in zip(instruction.shapes[begun:], roots, strict=False):
+        for shape, root in zip(instruction.made_shapes, roots, strict=False):
             total += _touched(shape, _updated(inner, root))
         return total
 

@@ -199,9 +199,7 @@ class _Follower:
         if not report or not any(isinstance(x, int) for x in operands):
             return result
         results = result if isinstance(result, tuple) else (result,)
-        # The shapes of one that is only begun are those of its operands, then those of what comes.
-        shapes = instruction.shapes[len(operands) if instruction.opcode == "fusion-start" else 0 :]
-        for origin, shape in zip(results, shapes, strict=False):
+        for origin, shape in zip(results, instruction.made_shapes, strict=False):
             self._note("copy", origin, instruction, shape, times, in_loop)
         gathered = next((x for x in inner if x.opcode.startswith("all-gather")), None)
         if gathered is not None:
@@ -213,7 +211,7 @@ class _Follower:
                 if parameter is None or not isinstance(origin, int):
                     continue
                 read = _read_elements(self._module, inner, parameter)
-                for shape in shapes:
+                for shape in instruction.made_shapes:
                     if self._unpacks(origin, parameter.shapes[0], read, shape):
                         self._note("unpack", origin, instruction, shape, times, in_loop)
         return result
