@@ -83,8 +83,7 @@ class Instruction:
 
     @property
     def made_shapes(self) -> tuple[Shape, ...]:
-        """Of the result without what belongs to an asynchronous operation: the shapes of a fusion that is only begun are
-        those of its operands, then those of what comes."""
+        """Of the result. A fusion that is only begun has those of its operands first."""
         return self.shapes[len(self.operands) if self.opcode == "fusion-start" else 0 :]
 
     @property
