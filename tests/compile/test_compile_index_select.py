@@ -137,12 +137,14 @@ def test_every_shape(name: str, paged: bool, chip: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    ("shape", "paged"),
+    [(PREFILL, False), (SPECULATIVE, True), (SHAPES["decode_2p8t"], False)],
+    ids=["prefill", "speculative", "decode"],
+)
 @pytest.mark.parametrize("name", KEY_TYPES)
-def test_every_key_type(name: str, turn: int) -> None:
-    """Every type on every chip and in every kind of call, though not all three together: a third of the 45 programs."""
-    shape, paged = [(PREFILL, False), (SPECULATIVE, True), (SHAPES["decode_2p8t"], False)][turn]
-    chip = list(CHIPS)[(turn + list(KEY_TYPES).index(name)) % 3]
+def test_every_key_type(name: str, shape: IndexSelectShape, paged: bool, chip: str) -> None:
     check(chip, shape, KEY_TYPES[name], paged=paged)
 
 
