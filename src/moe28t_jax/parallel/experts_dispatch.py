@@ -38,6 +38,10 @@ SLACK = 1 / 8
 on most ranks even for uniform routing: half as many bytes again as the tokens of a prefill chunk of 8,192."""
 
 
+REPEATS = "moe_repeated_experts"
+"""The scope of what is done only where some rank repeats an expert."""
+
+
 @dataclass(frozen=True)
 class Bounds:
     """Static sizes on one rank. copies: sent. received: copies received. rows: rows multiplied. experts_per_copy: most
@@ -120,7 +124,7 @@ def run_rank(
     )
     wide = weights_nK.dtype
     with jax.named_scope("moe_plan"):
-        rank_nK, slot_nK, repeated = _place(chosen_nK, valid_n, experts, layer, group, settings)
+        rank_nK, slot_nK, repeats = _place(chosen_nK, valid_n, group, settings)
         earlier_KK = jnp.tril(jnp.ones((top_k, top_k), bool), -1)
         known_nK = jnp.any((rank_nK[:, :, None] == rank_nK[:, None, :]) & earlier_KK, axis=2)
         copies = sort_entries(jnp.where(known_nK, ranks, rank_nK), ranks, limits.copies)
@@ -140,7 +144,7 @@ def run_rank(
         )
         rows_ML = spread(received_CL, sorted_rows.rows)
     with jax.named_scope("moe_experts"):
-        rows_ML = _multiply(rows_ML, sorted_rows.sizes_G, experts, repeated, layer, settings)
+        rows_ML = _multiply(rows_ML, sorted_rows.sizes_G, experts, repeats, layer, group, settings)
     with jax.named_scope("moe_combine"):
         weights_M = take_entries(weights_CS, sorted_rows.rows)
         partial_CL = sum_rows(rows_ML.astype(wide) * weights_M[:, None], sorted_rows.rows, wide)
@@ -153,14 +157,10 @@ def run_rank(
 
 
 def _place(
-    chosen_nK: Array,
-    valid_n: Array,
-    experts: Mapping[str, Any],
-    layer: Array | None,
-    group: Group,
-    settings: Settings,
-) -> tuple[Array, Array, Mapping[str, Any] | None]:
-    """Each row's rank (R for none) and which of that rank's experts it meets there, and the repeated experts."""
+    chosen_nK: Array, valid_n: Array, group: Group, settings: Settings
+) -> tuple[Array, Array, tuple[Array, Array] | None]:
+    """Each row's rank (R for none) and which of that rank's experts it meets there; whose experts each rank repeats
+    and which of them, None where rows are multiplied at home."""
     per_rank = settings.num_experts // group.ranks
     home_nK = jnp.where(valid_n[:, None], chosen_nK // per_rank, group.ranks).astype(jnp.int32)
     slot_nK = (chosen_nK % per_rank).astype(jnp.int32)
@@ -180,10 +180,7 @@ def _place(
     rank_nK = destinations(placement, chosen_nK.astype(jnp.int32), index_nK)
     rank_nK = jnp.where(valid_n[:, None], rank_nK, group.ranks)
     slot_nK = jnp.where(rank_nK == home_nK, slot_nK, slot_nK + per_rank)
-    needed_RJ = repeated_experts(placement, load_E)
-    packed = any(isinstance(w, mxfp4_matmul.MXFP4Tensor) for w in experts.values())
-    repeated = fetch_experts(dict(experts), layer, placement.donor_R, needed_RJ, group, not packed)
-    return rank_nK, slot_nK, repeated
+    return rank_nK, slot_nK, (placement.donor_R, repeated_experts(placement, load_E))
 
 
 def _experts_of_copies(
@@ -196,7 +193,8 @@ def _experts_of_copies(
     real_A = copies.entry_M < rank_nK.size
     rank_A = jnp.where(real_A, rank_nK.reshape(-1)[jnp.minimum(copies.entry_M, rank_nK.size - 1)], -1)
     meets_AK = rank_nK[token_A] == rank_A[:, None]
-    # Packed to the front by sums of which one term is not zero, as are their gradients; those of gathers would scatter.
+    # Packed to the front by sums of which one term is not zero, as are their gradients; those of plain gathers would
+    # scatter.
     ordinal_AK = jnp.cumsum(meets_AK, axis=1, dtype=jnp.int32) - 1
     entry_S = jnp.arange(limits.experts_per_copy, dtype=jnp.int32)
     packs_AKS = meets_AK[:, :, None] & (ordinal_AK[:, :, None] == entry_S)
@@ -205,15 +203,16 @@ def _experts_of_copies(
         values_AKS = jnp.where(packs_AKS, values_AK[:, :, None], jnp.zeros((), values_AK.dtype))
         return jnp.sum(values_AKS, axis=1, dtype=values_AK.dtype)
 
-    return pack(slot_nK[token_A] + 1) - 1, pack(weights_nK[token_A])
+    return pack(slot_nK[token_A] + 1) - 1, pack(spread(weights_nK, copies))
 
 
 def _multiply(
     rows_ML: Array,
     sizes_G: Array,
     experts: Mapping[str, Any],
-    repeated: Mapping[str, Any] | None,
+    repeats: tuple[Array, Array] | None,
     layer: Array | None,
+    group: Group,
     settings: Settings,
 ) -> Array:
     """Rows through their experts: first those of the rank's own, then those of the experts that it repeats."""
@@ -227,18 +226,30 @@ def _multiply(
             hidden_MF, weights["down"], sizes_J, layer=layer, implementation=settings.implementation
         )
 
-    if repeated is None:
+    if repeats is None:
         return run(rows_ML, sizes_G, experts, layer)
     count, width = rows_ML.shape
     own = sizes_G.shape[0] // 2
-    start = jnp.sum(sizes_G[:own], dtype=jnp.int32)
-    nothing_ML = jnp.zeros_like(rows_ML)
-    zero = jnp.zeros((), jnp.int32)
-    # Both products begin at their first row and give 0 behind their last.
-    moved_ML = lax.dynamic_slice(jnp.concatenate([rows_ML, nothing_ML]), (start, zero), (count, width))
-    moved_ML = run(moved_ML, sizes_G[own:], repeated, None)
+    donor_R, needed_RJ = repeats
+    packed = any(isinstance(weights, mxfp4_matmul.MXFP4Tensor) for weights in experts.values())
     own_ML = run(rows_ML, sizes_G[:own], experts, layer)
-    back_ML = lax.dynamic_slice(
-        jnp.concatenate([nothing_ML, moved_ML]), (count - start, zero), (count, width)
-    )
-    return own_ML + back_ML
+
+    def with_repeated(own_ML: Array) -> Array:
+        repeated = fetch_experts(dict(experts), layer, donor_R, needed_RJ, group, not packed)
+        start = jnp.sum(sizes_G[:own], dtype=jnp.int32)
+        nothing_ML = jnp.zeros_like(rows_ML)
+        zero = jnp.zeros((), jnp.int32)
+        # Both products begin at their first row and give 0 behind their last.
+        moved_ML = lax.dynamic_slice(jnp.concatenate([rows_ML, nothing_ML]), (start, zero), (count, width))
+        moved_ML = run(moved_ML, sizes_G[own:], repeated, None)
+        back_ML = lax.dynamic_slice(
+            jnp.concatenate([nothing_ML, moved_ML]), (count - start, zero), (count, width)
+        )
+        return own_ML + back_ML
+
+    if not packed:
+        # The backward pass needs the repeated experts, whether there are any or not.
+        return with_repeated(own_ML)
+    # The same on every rank of the group, so that all of them meet in the exchange or none does.
+    with jax.named_scope(REPEATS):
+        return lax.cond(jnp.any(needed_RJ), with_repeated, lambda own_ML: own_ML, own_ML)

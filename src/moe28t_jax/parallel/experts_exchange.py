@@ -161,36 +161,55 @@ def _fetch_backward(group: Group, differentiable: bool, residuals: Any, cotangen
     if not differentiable:
         return None, None, None, None
     like, layer, donor_R, needed_RJ = residuals
-    me = lax.axis_index(group.axes)
-    rank_R = jnp.arange(group.ranks, dtype=jnp.int32)
     wide = jnp.dtype(jnp.float64 if cotangent.dtype == jnp.float64 else jnp.float32)
-
-    def return_one(_: None, turn: tuple[Array, Array]) -> tuple[None, Array]:
-        # One expert of every rank at a time, so that there is room for a copy of it from every other rank.
-        part, needed_R = turn
-        sent_R = needed_R[me] & (rank_R == donor_R[me])
-        if group.kind == "ragged":
-            ones = jnp.zeros_like(rank_R)
-            arrived = lax.ragged_all_to_all(
-                part[None],
-                jnp.zeros((group.ranks, *part.shape), part.dtype),
-                ones,
-                sent_R.astype(jnp.int32),
-                ones + me.astype(jnp.int32),
-                (needed_R & (donor_R == me)).astype(jnp.int32),
-                axis_name=group.axes,
-            )
-        else:
-            mask = sent_R.reshape(-1, *[1] * part.ndim)
-            arrived = lax.all_to_all(
-                jnp.where(mask, part, jnp.zeros((), part.dtype)), group.axes, 0, 0, tiled=True
-            )
-        return None, jnp.sum(arrived.astype(wide), axis=0)
-
-    _, returned = lax.scan(return_one, None, (cotangent, needed_RJ.T))
+    _, returned = lax.scan(
+        lambda _, turn: (None, _return_expert(*turn, donor_R, group, wide)), None, (cotangent, needed_RJ.T)
+    )
     whole = jnp.zeros(like.shape[:-1], cotangent.dtype)
     start = (layer, *[np.int32(0)] * returned.ndim)
     return lax.dynamic_update_slice(whole, returned.astype(cotangent.dtype)[None], start), None, None, None
+
+
+def _return_expert(
+    part: Array, needed_R: Bool[Array, " R"], donor_R: Array, group: Group, dtype: Any
+) -> Array:
+    """The sum, at their home, of the gradients of one expert's copies, in the order of the ranks that repeat it.
+
+    A rank receives one copy per turn and there are as many turns as the most repeated expert has copies: mostly none,
+    for which nothing is sent and nothing summed. Room for all copies at once would be that of every other rank.
+    """
+    me = lax.axis_index(group.axes)
+    rank_R = jnp.arange(group.ranks, dtype=jnp.int32)
+    same_RR = (donor_R[:, None] == donor_R[None, :]) & needed_R[None, :] & (rank_R[:, None] > rank_R[None, :])
+    turn_R = jnp.sum(same_RR, axis=1, dtype=jnp.int32)
+    turns = jnp.max(jnp.where(needed_R, turn_R + 1, 0))
+
+    def receive(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        turn, total = state
+        now_R = needed_R & (turn_R == turn)
+        sent_R = now_R[me] & (rank_R == donor_R[me])
+        received_R = now_R & (donor_R == me)
+        if group.kind == "ragged":
+            first_R = jnp.zeros_like(rank_R)
+            arrived = lax.ragged_all_to_all(
+                part[None],
+                jnp.zeros_like(part)[None],
+                first_R,
+                sent_R.astype(jnp.int32),
+                first_R,
+                received_R.astype(jnp.int32),
+                axis_name=group.axes,
+            )[0]
+        else:
+            mask = sent_R.reshape(-1, *[1] * part.ndim)
+            parts = jnp.where(mask, part, jnp.zeros((), part.dtype))
+            sender = jnp.argmax(received_R)
+            arrived = lax.all_to_all(parts, group.axes, 0, 0, tiled=True)[sender]
+        # Of no copy: zeros, or in a dense exchange what rank 0 did not send.
+        return turn + 1, total + arrived.astype(dtype)
+
+    start = (jnp.zeros_like(turns), jnp.zeros(part.shape, dtype))
+    return lax.while_loop(lambda state: state[0] < turns, receive, start)[1]
 
 
 _fetch.defvjp(_fetch_forward, _fetch_backward)
