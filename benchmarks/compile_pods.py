@@ -182,11 +182,24 @@ def ratio(value: float, least: float) -> str:
     return f"{value / least:.2f}" if least else "-"
 
 
+ROUTINGS = ("", "_uniform_routing")
+"""Endings of a report's keys."""
+
+
+def against(one: dict[str, Any], key: str, routing: str, unit: float) -> str:
+    """A figure of a report and how often it is the least; a report of before the figure has none."""
+    if key + routing not in one:
+        return "-"
+    least = one.get(f"minimum_{key}{routing}", one[f"minimum_{key}"])
+    return f"{one[key + routing] / unit:.1f} ({ratio(one[key + routing], least)})"
+
+
 def rows(results: dict[str, Any]) -> list[str]:
     lines = [
-        "| program | peak / limit, GB | fits | compiled in, s | HBM per step, GB (x minimum, with uniform routing) | "
-        "all-to-all per step, MB (x minimum) | weight copies in the loop, GB | experts gathered / unpacked |",
-        "|---|---|---|---|---|---|---|---|",
+        "| program | peak / limit, GB | fits | compiled in, s | HBM per step, GB (x minimum), of any routing | "
+        "of uniform routing | all-to-all per step, MB, of any routing | of uniform routing (x minimum) | "
+        "weight copies in the loop, GB | experts gathered / unpacked |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for program in (*_promised(), *_compared()):
         name = program.name
@@ -194,23 +207,19 @@ def rows(results: dict[str, Any]) -> list[str]:
         if one is None:
             continue
         if "error" in one:
-            lines.append(f"| {name} | {one['error']} | | | | | | |")
+            lines.append(f"| {name} | {one['error']} | | | | | | | | |")
             continue
         memory = f"{gb(one['peak_bytes_per_device'])} / {gb(one['limit_bytes_per_device'])}"
         fits = "yes" if one["fits"] else "no"
         if "hbm_bytes_per_step" not in one:
-            lines.append(f"| {name} | {memory} | {fits} | {one['compile_seconds']:.0f} | | | | |")
+            lines.append(f"| {name} | {memory} | {fits} | {one['compile_seconds']:.0f} | | | | | | |")
             continue
-        hbm, sent = one["hbm_bytes_per_step"], one["all_to_all_bytes_per_step"]
-        moved = (
-            f"{gb(hbm)} ({ratio(hbm, one['minimum_hbm_bytes_per_step'])}, "
-            f"{ratio(hbm, one.get('minimum_hbm_bytes_per_step_uniform_routing', 0))})"
-        )
-        if program.mesh.startswith(GPUS) and one["explicit"]:
-            moved = "-"
+        told = not (program.mesh.startswith(GPUS) and one["explicit"])
+        moved = [against(one, "hbm_bytes_per_step", routing, 1e9) if told else "-" for routing in ROUTINGS]
+        sent = one["all_to_all_bytes_per_step"] / 1e6
         lines.append(
-            f"| {name} | {memory} | {fits} | {one['compile_seconds']:.0f} | {moved} | "
-            f"{sent / 1e6:.1f} ({ratio(sent, one['minimum_all_to_all_bytes_per_step'])}) | "
+            f"| {name} | {memory} | {fits} | {one['compile_seconds']:.0f} | {moved[0]} | {moved[1]} | {sent:.1f} | "
+            f"{against(one, 'all_to_all_bytes_per_step', ROUTINGS[1], 1e6)} | "
             f"{gb(one['weight_copies_in_loop']['bytes'])} | "
             f"{one['expert_gathers']['count']} / {one['unpacked_experts']['count']} |"
         )

@@ -398,6 +398,7 @@ INTERRUPTED = (
 import moe28t_jax.cli.generate as command
 from moe28t_jax.cli import main
 class Model:
+    tokenizer = object()
     def stream(self, prompt, **options):
         print("RESULT", flush=True)
         while True:
@@ -422,3 +423,31 @@ def test_an_interrupt_of_one_process_ends_all(interrupted: int) -> None:
         error = ended(running[1 - interrupted])
         assert running[1 - interrupted].returncode == 1
         assert f"Process {interrupted} (" in error and "ended with an error: It was interrupted." in error
+
+
+UNEXPECTED = (
+    COLLECTIVE.partition("def agreed")[0]
+    + """
+print("RESULT", flush=True)
+if jax.process_index() == int(sys.argv[1]):
+    raise ZeroDivisionError("nobody expected this")
+while True:
+    jax.block_until_ready(f(x))
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_of_one_process_ends_all(failing: int) -> None:
+    # Longer than the test waits, as above.
+    environment = [values | {"MOE28T_TIMEOUT": "600"} for values in launched(2, "moe28t")]
+    with started(UNEXPECTED, 2, [[str(failing)]] * 2, environment) as running:
+        for process in running:
+            result(process)
+        error = ended(running[failing])
+        assert "Traceback" in error and "nobody expected this" in error
+        assert running[failing].returncode == 1
+        error = ended(running[1 - failing])
+        assert running[1 - failing].returncode == 1
+        assert f"Process {failing} (" in error and "ZeroDivisionError: nobody expected this" in error

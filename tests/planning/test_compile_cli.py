@@ -15,7 +15,7 @@ from moe28t_jax.cli import main
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.planning.compile import topology
 from moe28t_jax.planning.compile.minimum import least_all_to_all_bytes, least_memory_bytes
-from moe28t_jax.planning.compile.report import copies_share
+from moe28t_jax.planning.compile.report import assumptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -170,12 +170,31 @@ def test_least_exchange_of_experts() -> None:
 
 
 def test_few_tokens_fill_a_part_of_the_room_for_them() -> None:
-    axes = AXES | {"expert": 8, "tensor": 8}
+    config = ModelConfig.preset("moe28t")
+
+    def share(batch: int, count: int) -> float:
+        return assumptions(config, AXES | {"expert": 8, "tensor": 8}, batch, count)[0].copies_share
+
     # Eight rows on each of eight groups are one per device; half of them leave half of the devices without.
-    assert [copies_share(axes, batch, 1) for batch in (64, 32)] == [1.0, 0.5]
+    assert [share(64, 1), share(32, 1)] == [1.0, 0.5]
     # One row's next token: every device holds it and one owns it.
-    assert copies_share(axes, 1, 1) == 1 / 64
-    assert copies_share(axes, 1, 8192) == 1.0
+    assert share(1, 1) == 1 / 64
+    assert share(1, 8192) == 1.0
+
+
+def test_what_uniform_routing_does() -> None:
+    config = ModelConfig.preset("moe28t")
+    axes = AXES | {"expert": 8, "tensor": 8}
+    possible, uniform = assumptions(config, axes, 64, 1)
+    assert possible.copies is None and possible.experts_share == 1.0
+    # A token per device, which goes to each of 63 others where any of its 16 experts is there.
+    assert uniform.copies == pytest.approx(63 * (1 - (63 / 64) ** 16))
+    # 64 tokens choose 16 of 896 experts each.
+    assert uniform.experts_share == pytest.approx(1 - (1 - 16 / 896) ** 64)
+    # Two stages are busy in one of two turns each, and half of the devices hold each row.
+    _, staged = assumptions(config, axes | {"stage": 2}, 64, 1)
+    assert staged.experts_share == pytest.approx(uniform.experts_share / 2)
+    assert staged.copies == pytest.approx((uniform.copies or 0.0) / 2)
 
 
 def test_least_memory_traffic() -> None:

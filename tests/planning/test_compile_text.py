@@ -1,10 +1,12 @@
 """What is read out of compiled programs, on texts whose numbers are counted by hand."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from moe28t_jax.planning.compile import Collective, Weight, analyze, movements, parse, traffic
+from moe28t_jax.planning.compile import Assumptions, Collective, Weight, analyze, movements, parse, traffic
 from moe28t_jax.planning.compile.traffic import by_operation
 
 KIB = 1024
@@ -152,8 +154,68 @@ def test_room_for_tokens_that_there_are_not_is_not_sent(scope: str, sent: int) -
         "  ROOT %z = f32[512]{0} ragged-all-to-all(%x, %y, %n, %n, %n, %n), replica_groups={{0,1}}, "
         f'metadata={{op_name="jit(f)/experts/{scope}/ragged_all_to_all"}}'
     )
-    assert traffic(parse(program(entry)), copies_share=0.5).all_to_all_bytes == sent
+    assert traffic(parse(program(entry)), Assumptions(copies_share=0.5)).all_to_all_bytes == sent
     assert traffic(parse(program(entry))).all_to_all_bytes == 512
+
+
+@pytest.mark.parametrize("scope", ["moe_dispatch", "moe_combine"])
+def test_so_many_copies_are_sent_as_are_assumed(scope: str) -> None:
+    entry = (
+        "  %x = f32[8,2,16]{2,1,0} parameter(0)\n  %y = f32[64,2,16]{2,1,0} parameter(1)\n"
+        "  %n = s32[8]{0} parameter(2)\n"
+        "  ROOT %z = f32[64,2,16]{2,1,0} ragged-all-to-all(%x, %y, %n, %n, %n, %n), replica_groups={{0,1}}, "
+        f'metadata={{op_name="jit(f)/experts/{scope}/ragged_all_to_all"}}'
+    )
+    # Rows of 128 bytes, of which 2.5 are read, sent, and written where they go.
+    moved = traffic(parse(program(entry)), Assumptions(copies=2.5))
+    assert moved.all_to_all_bytes == 320 and moved.memory_bytes == 640
+    # There is room for eight.
+    assert traffic(parse(program(entry)), Assumptions(copies=99.0)).all_to_all_bytes == 1024
+
+
+def test_experts_without_tokens_are_not_read() -> None:
+    def moved(name: str, share: float) -> int:
+        entry = (
+            "  %rows = bf16[8,64]{1,0} parameter(0)\n  %codes = u8[3,7,32,16]{3,2,1,0} parameter(1)\n"
+            "  %scales = u8[3,7,2,16]{3,2,1,0} parameter(2)\n"
+            '  ROOT %y = bf16[8,16]{1,0} custom-call(%rows, %codes, %scales), custom_call_target="tpu_custom_call", '
+            f'metadata={{op_name="jit(f)/{name}/pallas_call"}}, '
+            'backend_config={"cost_estimate":{"bytes_accessed":"5000"}}'
+        )
+        return traffic(parse(program(entry)), Assumptions(experts_share=share)).memory_bytes
+
+    # Seven experts of one layer are 7 x (32 + 2) x 16 bytes.
+    assert moved("mxfp4_grouped_glu", 0.25) == 5000 - 3 * 7 * 34 * 16 // 4
+    assert moved("mxfp4_grouped_glu", 1.0) == moved("another_kernel", 0.25) == 5000
+
+
+def test_experts_that_may_be_repeated_are_typically_not() -> None:
+    branches_of = """
+%without (x: u8[256]) -> u8[256] {
+  ROOT %x = u8[256]{0} parameter(0)
+}
+%with (x: u8[256]) -> u8[256] {
+  %x = u8[256]{0} parameter(0)
+  %n = s32[8]{0} constant({...})
+  %a = u8[256]{0} ragged-all-to-all(%x, %x, %n, %n, %n, %n), replica_groups={{0,1}}, \
+metadata={op_name="jit(f)/experts/moe_repeated_experts/cond/branch_1_fun/fetch_experts/ragged_all_to_all"}
+  ROOT %b = u8[256]{0} negate(%a)
+}
+"""
+
+    def moved(scope: str) -> Any:
+        entry = (
+            "  %x = u8[256]{0} parameter(0)\n  %which = s32[] parameter(1)\n"
+            "  ROOT %y = u8[256]{0} conditional(%which, %x, %x), branch_computations={%without, %with}, "
+            f'metadata={{op_name="jit(f)/experts/{scope}/cond"}}'
+        )
+        return traffic(parse(program(entry, branches_of)))
+
+    typical, other = moved("moe_repeated_experts"), moved("another")
+    assert typical.memory_bytes == 0 and not typical.collectives
+    assert other.memory_bytes == 512 and other.collectives["ragged-all-to-all"].executed == 1
+    # What may be sent is told all the same.
+    assert typical.repeated_expert_bytes == other.repeated_expert_bytes == 128
 
 
 def test_candidates_of_index_selection_are_no_experts() -> None:

@@ -2,9 +2,11 @@
 
 Rows of the batch are dealt to microbatches so that each device keeps its own. At every tick each stage runs its layers
 on the microbatch that the stage before it had a tick ago; the first and last ticks leave stages without one, which then
-compute on rows of length 0 and leave their caches as they are. Of the snapshots of attention residuals, those from
-before the segment are everywhere already; each new one travels from the stage where its block ends to the later ones.
-Layers outside of the segment, embedding and head are run by all stages alike.
+compute on rows of length 0: they send no tokens, read no experts and leave their caches as they are. They do not skip
+their layers, although most of these are collectives among the stage's own devices: a collective permute is over all
+devices, and devices that wait for those in another branch wait forever. Of the snapshots of attention residuals, those
+from before the segment are everywhere already; each new one travels from the stage where its block ends to the later
+ones. Layers outside of the segment, embedding and head are run by all stages alike.
 """
 
 from __future__ import annotations

@@ -101,7 +101,8 @@ def expert_parallel(
         slack,
         implementation,
     )
-    group = Group(GROUP, ranks, owned, exchange or exchange_kind(layout.mesh))
+    others = tuple(axis for axis in shape if axis not in GROUP and shape[axis] > 1)
+    group = Group(GROUP, ranks, owned, exchange or exchange_kind(layout.mesh), others)
 
     def own_part(values: Array) -> Array:
         """This rank's tokens of those that its device holds, [n, ...], filled up with zeros."""

@@ -250,6 +250,7 @@ def _multiply(
     if not packed:
         # The backward pass needs the repeated experts, whether there are any or not.
         return with_repeated(own_ML)
-    # The same on every rank of the group, so that all of them meet in the exchange or none does.
+    # The same on every device, so that all of them meet in the exchange or none does.
+    some = group.most(jnp.any(needed_RJ).astype(jnp.int32))
     with jax.named_scope(REPEATS):
-        return lax.cond(jnp.any(needed_RJ), with_repeated, lambda own_ML: own_ML, own_ML)
+        return lax.cond(some > 0, with_repeated, lambda own_ML: own_ML, own_ML)

@@ -32,12 +32,19 @@ def exchange_kind(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Kind:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks along `axes`. bound: the most rows that one rank sends to one other, which a dense exchange pads to."""
+    """The ranks along `axes`. bound: the most rows that one rank sends to one other, which a dense exchange pads to.
+    others: the axes along which there are other groups."""
 
     axes: tuple[str, ...]
     ranks: int
     bound: int
     kind: Kind
+    others: tuple[str, ...] = ()
+
+    def most(self, counts: Array) -> Array:
+        """The largest of these integers in any group: how often devices meet must not depend on the group, since what
+        the compiler puts beside an exchange may be for all devices."""
+        return lax.pmax(counts, self.others) if self.others else counts
 
 
 def move_rows(rows: Array, sizes_RR: Int[Array, "R R"], capacity: int, group: Group) -> Array:
@@ -162,16 +169,33 @@ def _fetch_backward(group: Group, differentiable: bool, residuals: Any, cotangen
         return None, None, None, None
     like, layer, donor_R, needed_RJ = residuals
     wide = jnp.dtype(jnp.float64 if cotangent.dtype == jnp.float64 else jnp.float32)
+    turn_JR = _turns(donor_R, needed_RJ)
+    turns_J = group.most(jnp.max(jnp.where(needed_RJ.T, turn_JR + 1, 0), axis=1))
     _, returned = lax.scan(
-        lambda _, turn: (None, _return_expert(*turn, donor_R, group, wide)), None, (cotangent, needed_RJ.T)
+        lambda _, each: (None, _return_expert(*each, donor_R, group, wide)),
+        None,
+        (cotangent, needed_RJ.T, turn_JR, turns_J),
     )
     whole = jnp.zeros(like.shape[:-1], cotangent.dtype)
     start = (layer, *[np.int32(0)] * returned.ndim)
     return lax.dynamic_update_slice(whole, returned.astype(cotangent.dtype)[None], start), None, None, None
 
 
+def _turns(donor_R: Array, needed_RJ: Bool[Array, "R J"]) -> Int[Array, "J R"]:
+    """Which of the copies of an expert a rank's is, in the order of the ranks that repeat it."""
+    rank_R = jnp.arange(donor_R.shape[0], dtype=jnp.int32)
+    earlier_RR = (donor_R[:, None] == donor_R[None, :]) & (rank_R[None, :] < rank_R[:, None])
+    return jnp.sum(earlier_RR & needed_RJ.T[:, None, :], axis=2, dtype=jnp.int32)
+
+
 def _return_expert(
-    part: Array, needed_R: Bool[Array, " R"], donor_R: Array, group: Group, dtype: Any
+    part: Array,
+    needed_R: Bool[Array, " R"],
+    turn_R: Int[Array, " R"],
+    turns: Int[Array, ""],
+    donor_R: Array,
+    group: Group,
+    dtype: Any,
 ) -> Array:
     """The sum, at their home, of the gradients of one expert's copies, in the order of the ranks that repeat it.
 
@@ -180,9 +204,6 @@ def _return_expert(
     """
     me = lax.axis_index(group.axes)
     rank_R = jnp.arange(group.ranks, dtype=jnp.int32)
-    same_RR = (donor_R[:, None] == donor_R[None, :]) & needed_R[None, :] & (rank_R[:, None] > rank_R[None, :])
-    turn_R = jnp.sum(same_RR, axis=1, dtype=jnp.int32)
-    turns = jnp.max(jnp.where(needed_R, turn_R + 1, 0))
 
     def receive(state: tuple[Array, Array]) -> tuple[Array, Array]:
         turn, total = state

@@ -74,9 +74,23 @@ def initialize_distributed(
             f"{launch.coordinator} ({reason}); let that port through, or set MOE28T_COORDINATOR to another."
         ) from error
     # Registered later than the watch's own leave, so that it runs before it: all wait for one another here.
-    atexit.register(jax.distributed.shutdown)
+    atexit.register(_leave, watch)
     _running = launch, watch
     return launch
+
+
+def _leave(watch: Watch) -> None:
+    """The end of this process: with the others, unless an error ends it; they have been told, and do not come."""
+    if watch.failed:
+        _flush()
+        os._exit(1)
+    jax.distributed.shutdown()
+
+
+def _flush() -> None:
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            file.flush()
 
 
 def _timeout(environment: Mapping[str, str]) -> float:
@@ -96,8 +110,6 @@ def fail_together(sentence: str, status: int) -> int:
     status."""
     if _running is not None and _running[1] is not None:
         _running[1].fail(sentence)
-        for file in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                file.flush()
+        _flush()
         os._exit(status)
     return status

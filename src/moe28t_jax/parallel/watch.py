@@ -104,6 +104,7 @@ class Watch:
         self._lines: dict[int, _Line] = {}
         self._hosts: dict[int, str] = {process: socket.gethostname()}
         self._hook = sys.excepthook
+        self.failed = False
         if process == 0:
             self._gather(address)
         else:
@@ -247,6 +248,7 @@ class Watch:
         if self._gone.wait(_GRACE):
             time.sleep(_GRACE)
         self._say(failed=sentence)
+        self.failed = True
         self._closed.set()
 
     def close(self) -> None:

@@ -48,6 +48,11 @@ def least_memory_bytes(
     return round(weights + 2 * held.get("state", 0) + held.get("index_keys", 0) + latents)
 
 
+def destinations(ranks: int, top_k: int) -> float:
+    """To how many other devices a token goes on average, when it chooses its experts evenly."""
+    return (ranks - 1) * (1.0 - (1.0 - 1.0 / ranks) ** top_k)
+
+
 def least_all_to_all_bytes(config: ModelConfig, axes: Mapping[str, int], tokens: int, passes: int = 1) -> int:
     """Bytes that one device sends per step to its experts' devices and back: the latent of each of its tokens once per
     distinct destination under uniform routing, `tokens` being those of the whole mesh. The latent's channels lie over
@@ -58,16 +63,10 @@ def least_all_to_all_bytes(config: ModelConfig, axes: Mapping[str, int], tokens:
     if moe is None or ranks == 1:
         return 0
     own = tokens / (axes["data"] * ranks * axes["context"])
-    destinations = (ranks - 1) * (1.0 - (1.0 - 1.0 / ranks) ** moe.num_experts_per_token)
+    sent = destinations(ranks, moe.num_experts_per_token)
     # A device runs the layers of its pipeline stage.
     layers = config.mlp_kinds.count("moe") / axes["stage"]
     gathered = 0.0 if moe.latent_size is None else (axes["tensor"] - 1) / axes["tensor"]
     return round(
-        passes
-        * layers
-        * 2
-        * own
-        * (destinations + gathered)
-        * (moe.latent_size or config.hidden_size)
-        * _BYTES
+        passes * layers * 2 * own * (sent + gathered) * (moe.latent_size or config.hidden_size) * _BYTES
     )

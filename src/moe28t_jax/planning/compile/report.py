@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from math import prod
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.parallel.mesh_file import MeshFile
 from moe28t_jax.planning.chips import chip
+from moe28t_jax.planning.compile.collectives import Assumptions, Collective
 from moe28t_jax.planning.compile.hlo import Module, parse
-from moe28t_jax.planning.compile.minimum import least_all_to_all_bytes, least_memory_bytes
-from moe28t_jax.planning.compile.traffic import Collective, Share, traffic
+from moe28t_jax.planning.compile.minimum import destinations, least_all_to_all_bytes, least_memory_bytes
+from moe28t_jax.planning.compile.traffic import NOTHING, Share, traffic
 from moe28t_jax.planning.compile.weights import Movement, Weight, movements
 from moe28t_jax.planning.plan import CHUNK, default_batch
 
@@ -25,15 +25,17 @@ class Analysis:
     """What the text of a compiled program tells, per device and run.
 
     memory_bytes: main memory read and written. all_to_all_bytes, repeated_expert_bytes, selection_bytes: sent, as in
-    `Traffic`.
+    `Traffic`. uniform_memory_bytes, uniform_all_to_all_bytes: the same where tokens choose experts evenly.
     weight_copies_in_loop: weights written to memory again inside a loop over layers; weight_copies: outside of loops,
     whole stacks mostly. expert_gathers: routed experts sent to devices that do not hold them. unpacked_experts: 4-bit
     weights that become floats in memory.
     """
 
     memory_bytes: int
+    uniform_memory_bytes: int
     collectives: dict[str, Collective]
     all_to_all_bytes: int
+    uniform_all_to_all_bytes: int
     repeated_expert_bytes: int
     selection_bytes: int
     weight_copies_in_loop: tuple[Movement, ...]
@@ -46,21 +48,27 @@ class Analysis:
 
 
 def analyze(
-    text: str, weights: Mapping[str, Weight], minimum_bytes: int = 1 << 20, copies_share: float = 1.0
+    text: str,
+    weights: Mapping[str, Weight],
+    minimum_bytes: int = 1 << 20,
+    assumed: Assumptions = NOTHING,
+    uniform: Assumptions = NOTHING,
 ) -> Analysis:
     """Read `compiled.as_text()`.
 
     weights: which arguments are weights, by the names that they have in the function (`leaves[3]`), or by number as
-    text where the text names none. minimum_bytes: smaller movements of weights do not count. copies_share: see
-    `traffic`.
+    text where the text names none. minimum_bytes: smaller movements of weights do not count. assumed, uniform: for
+    `traffic`, of any routing and of uniform routing.
     """
     module = parse(text)
-    moved = traffic(module, copies_share)
+    moved, evenly = traffic(module, assumed), traffic(module, uniform)
     found = movements(module, _numbered(module, weights), minimum_bytes)
     return Analysis(
         moved.memory_bytes,
+        evenly.memory_bytes,
         moved.collectives,
         moved.all_to_all_bytes,
+        evenly.all_to_all_bytes,
         moved.repeated_expert_bytes,
         moved.selection_bytes,
         tuple(x for x in found if x.kind == "copy" and x.in_loop),
@@ -136,7 +144,9 @@ class CompileReport:
             return result | {"refusal": self.refusal}
         return result | {
             "hbm_bytes_per_step": found.memory_bytes,
+            "hbm_bytes_per_step_uniform_routing": found.uniform_memory_bytes,
             "all_to_all_bytes_per_step": found.all_to_all_bytes,
+            "all_to_all_bytes_per_step_uniform_routing": found.uniform_all_to_all_bytes,
             "repeated_expert_bytes_at_most": found.repeated_expert_bytes,
             "selection_all_to_all_bytes_per_step": found.selection_bytes,
             "collectives": {kind: asdict(value) for kind, value in sorted(found.collectives.items())},
@@ -198,7 +208,8 @@ def compile_step(
         text = compiled.as_text() or ""
     done = time.perf_counter()
     if text:
-        analysis = analyze(text, program.weights, copies_share=copies_share(mesh.axes, batch, count))
+        possible, uniform = assumptions(config, mesh.axes, batch, count)
+        analysis = analyze(text, program.weights, assumed=possible, uniform=uniform)
     tokens = batch * count
     passes = 2 if phase == "train" else 1
     bounds = (config, mesh.axes, phase, batch, context, chunk, program.argument_bytes)
@@ -211,15 +222,32 @@ def compile_step(
     )  # fmt: skip
 
 
-def copies_share(axes: Mapping[str, int], batch: int, count: int) -> float:
-    """Of the tokens that ranks have room for, the part that there is: see `traffic`."""
-    from moe28t_jax.parallel.experts import GROUP, tokens_of_ranks
+def assumptions(
+    config: ModelConfig, axes: Mapping[str, int], batch: int, count: int
+) -> tuple[Assumptions, Assumptions]:
+    """What a step of `count` tokens per row does whichever experts they choose, all that it has room for included, and
+    what it does on average where they choose evenly."""
+    from moe28t_jax.model.pipeline import num_microbatches
+    from moe28t_jax.parallel.experts import tokens_of_ranks
     from moe28t_jax.parallel.rules import batch_layout
 
     layout = batch_layout(batch, SimpleNamespace(shape=axes))
     assert layout is not None
-    owned, total = tokens_of_ranks(batch, count, layout)
-    return total / (owned * prod(axes[axis] for axis in GROUP))
+    stages, ranks = axes["stage"], axes["expert"] * axes["tensor"]
+    turns = num_microbatches(batch // layout.size(layout.rows), stages, count) if stages > 1 else 1
+    # Of the tokens that ranks have room for, not all may be there. Exchanges are those of one microbatch.
+    owned, total = tokens_of_ranks(batch // turns, count, layout)
+    possible = Assumptions(copies_share=total / (owned * ranks))
+    if config.moe is None:
+        return possible, possible
+    top_k = config.moe.num_experts_per_token
+    # A stage without a microbatch has no tokens: the mean over its turns.
+    busy = turns / (turns + stages - 1)
+    return possible, replace(
+        possible,
+        copies=busy * total / ranks * destinations(ranks, top_k),
+        experts_share=busy * (1.0 - (1.0 - top_k / config.moe.num_experts) ** total),
+    )
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -4,7 +4,7 @@ XLA's own cost analysis counts the body of a loop once and knows nothing of kern
 Bytes of main memory are those that the schedule asks for: every operation outside of a fusion reads its operands and
 writes its results, slices and in-place updates count what they touch, and what lies in a scratchpad costs nothing. A
 kernel counts the bytes of its own cost estimate, else its operands and results. Of the branches of a conditional the
-most expensive one counts.
+most expensive one counts, but where experts are repeated: typically none are.
 """
 
 from __future__ import annotations
@@ -13,24 +13,28 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import prod
 
-from moe28t_jax.planning.compile.hlo import Computation, Instruction, Module, Shape
-
-COLLECTIVES = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
-    "collective-broadcast",
+from moe28t_jax.planning.compile.collectives import (
+    ALL_TO_ALL,
+    REPEATED,
+    SELECTION,
+    Assumptions,
+    Collective,
+    collective_kind,
+    exchanged_bytes,
+    sent_bytes,
 )  # fmt: skip
-ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
-REPEATED = "fetch_experts"
-"""The scope of collectives that move experts which a device repeats."""
-COMBINE = "/moe_combine/"
-"""The scope of collectives that return what experts made."""
-SELECTION = "/merge_shards/"
-"""The scope of collectives that move candidates of index selection to whom they are merged by."""
+from moe28t_jax.planning.compile.hlo import Computation, Instruction, Module, Shape
 
 RUNS = ("call", "call-start", "async-start")
 """Operations that run a computation once, now or meanwhile."""
+
+REPEATS = "moe_repeated_experts/cond"
+"""The end of a conditional's name of which one branch fetches experts that some device repeats and multiplies with
+them."""
+GROUPED = "mxfp4_grouped_"
+"""How the kernels are called that multiply rows with the experts of their group."""
+NOTHING = Assumptions()
 
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
@@ -39,19 +43,6 @@ _FREE = {
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _VIEWS = {"bitcast", "reshape", "get-tuple-element", "copy", "transpose", "convert"}
 _ESTIMATE = re.compile(r'"bytes_accessed":"?(\d+)')
-
-
-@dataclass(frozen=True)
-class Collective:
-    """All collectives of one kind. count: operations in the program. executed: with loops. bytes: what one device sends
-    in all of them with the least traffic (a ring); of ragged ones the most they may send."""
-
-    count: int = 0
-    executed: int = 0
-    bytes: int = 0
-
-    def __add__(self, other: Collective) -> Collective:
-        return Collective(self.count + other.count, self.executed + other.executed, self.bytes + other.bytes)
 
 
 @dataclass(frozen=True)
@@ -93,22 +84,17 @@ class Traffic:
         return sorted(self.shares, key=lambda share: share.bytes, reverse=True)[:count]
 
 
-def traffic(module: Module, copies_share: float = 1.0) -> Traffic:
-    """Count a whole program.
-
-    copies_share: of the copies of tokens that devices have room to send to experts, the part that there can be: where
-    devices share a few tokens, each has room for one and most have none.
-    """
-    counter = _Counter(module)
+def traffic(module: Module, assumed: Assumptions = NOTHING) -> Traffic:
+    """Count a whole program. assumed: what its text does not tell; by default all happens that it has room for."""
+    counter = _Counter(module, assumed)
     result = Traffic()
-    times = counter.times(result.unknown_loops)
+    times, aside = counter.times(result.unknown_loops)
     for name, runs in times.items():
-        for instruction in module.computations[name]:
+        computation = module.computations[name]
+        for instruction in computation:
             kind = collective_kind(instruction)
             if kind is not None:
-                sent = _sent_bytes(
-                    module.computations[name], instruction, kind, module.partitions, copies_share
-                )
+                sent = sent_bytes(computation, instruction, kind, module.partitions, assumed)
                 if REPEATED in instruction.op_name:
                     result.repeated_expert_bytes += runs * sent
                     sent = 0
@@ -118,7 +104,7 @@ def traffic(module: Module, copies_share: float = 1.0) -> Traffic:
                 result.collectives[kind] = found + Collective(1, runs, runs * sent)
             if name in counter.fused:
                 continue
-            moved = counter.bytes(module.computations[name], instruction) * runs
+            moved = counter.bytes(computation, instruction) * runs
             if moved:
                 result.memory_bytes += moved
                 shape = ", ".join(map(str, instruction.shapes[:3]))
@@ -133,56 +119,14 @@ def traffic(module: Module, copies_share: float = 1.0) -> Traffic:
                         instruction.line,
                     )
                 )
+    for name, runs in aside.items():
+        computation = module.computations[name]
+        for instruction in computation:
+            kind = collective_kind(instruction)
+            if kind is not None and REPEATED in instruction.op_name:
+                sent = sent_bytes(computation, instruction, kind, module.partitions, assumed)
+                result.repeated_expert_bytes += runs * sent
     return result
-
-
-def collective_kind(instruction: Instruction) -> str | None:
-    """The kind of a collective, of those that run meanwhile the beginning alone; None for any other operation."""
-    opcode = instruction.opcode.removesuffix("-start")
-    return opcode if opcode in COLLECTIVES else None
-
-
-def group_size(instruction: Instruction, partitions: int) -> int:
-    """How many devices take part in one group of a collective."""
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}", instruction.attributes)
-    if named:
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", named[1])}
-        # A part of an axis is `'axis':(size before it)its size`.
-        parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named[2])
-        return prod(int(size) if size else sizes[name] for name, size in parts)
-    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]", instruction.attributes)
-    if iota:
-        return int(iota[2])
-    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", instruction.attributes)
-    if listed:
-        return len(listed[1].split(","))
-    return partitions
-
-
-def _sent_bytes(
-    computation: Computation, instruction: Instruction, kind: str, partitions: int, copies_share: float
-) -> int:
-    operands = sum(_operand(computation, name).bytes for name in dict.fromkeys(instruction.operands))
-    size = group_size(instruction, partitions)
-    others = (size - 1) / size
-    if kind == "all-gather":
-        return round(operands * (size - 1))
-    if kind == "all-reduce":
-        return round(2 * operands * others)
-    if kind == "ragged-all-to-all":
-        # Over all devices as much is sent as is received, and neither is more than its buffer has room for. The other
-        # operands say what goes where.
-        sent = _operand(computation, instruction.operands[0]).bytes
-        # What begins it results in a tuple of operands, destination and bookkeeping.
-        begins = instruction.opcode.endswith("-start")
-        room = _operand(computation, instruction.operands[1]) if begins else instruction
-        # There are as many copies on the way back, where they are received.
-        if COMBINE in instruction.op_name:
-            return round(min(sent, room.bytes * copies_share) * others)
-        return round(min(sent * copies_share, room.bytes) * others)
-    if kind in ("reduce-scatter", "all-to-all"):
-        return round(operands * others)
-    return operands
 
 
 def _operand(computation: Computation, name: str) -> Instruction:
@@ -190,17 +134,20 @@ def _operand(computation: Computation, name: str) -> Instruction:
 
 
 class _Counter:
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, assumed: Assumptions = NOTHING) -> None:
         self._module = module
-        self._costs: dict[tuple[str, bool], int] = {}
+        self._assumed = assumed
+        self._costs: dict[str, int] = {}
         self.fused = _fused(module)
 
-    def times(self, unknown: list[str]) -> dict[str, int]:
-        """How often every computation runs, bodies of fusions included."""
+    def times(self, unknown: list[str]) -> tuple[dict[str, int], dict[str, int]]:
+        """How often every computation runs, bodies of fusions included; and what only runs where experts are
+        repeated."""
         result: Counter[str] = Counter()
+        aside: Counter[str] = Counter()
 
-        def visit(name: str, runs: int) -> None:
-            result[name] += runs
+        def visit(name: str, runs: int, found: Counter[str], unknown: list[str]) -> None:
+            found[name] += runs
             for instruction in self._module.computations[name]:
                 calls = instruction.calls
                 if not calls:
@@ -211,27 +158,33 @@ class _Counter:
                         unknown.append(instruction.name)
                         trips = 1
                     for body in calls["body"]:
-                        visit(body, runs * trips)
+                        visit(body, runs * trips, found, unknown)
                 elif instruction.opcode == "conditional":
-                    visit(self._dearest(branches(instruction)), runs)
+                    cheapest, dearest = self._extremes(instruction)
+                    if instruction.op_name.endswith(REPEATS):
+                        visit(cheapest, runs, found, unknown)
+                        visit(dearest, runs, aside, [])
+                    else:
+                        visit(dearest, runs, found, unknown)
                 elif "to_apply" in calls and instruction.opcode not in RUNS:
                     continue  # the function of one element
                 else:
                     for called in _flat(calls.values()):
-                        visit(called, runs)
+                        visit(called, runs, found, unknown)
 
-        visit(self._module.entry, 1)
+        visit(self._module.entry, 1, result, unknown)
         unknown[:] = list(dict.fromkeys(unknown))
-        return dict(result)
+        return dict(result), dict(aside)
 
-    def _dearest(self, names: tuple[str, ...]) -> str:
-        return max(names, key=self._cost)
+    def _extremes(self, conditional: Instruction) -> tuple[str, str]:
+        """The branch that moves least and the one that moves most."""
+        names = sorted(branches(conditional), key=self._cost)
+        return names[0], names[-1]
 
     def _cost(self, name: str) -> int:
         """Bytes of one run of a computation, with what it calls."""
-        key = (name, True)
-        if key in self._costs:
-            return self._costs[key]
+        if name in self._costs:
+            return self._costs[name]
         total = 0
         computation = self._module.computations[name]
         for instruction in computation:
@@ -239,12 +192,13 @@ class _Counter:
             if instruction.opcode == "while":
                 total += (self._module.trips(instruction) or 1) * self._cost(calls["body"][0])
             elif instruction.opcode == "conditional":
-                total += max(self._cost(branch) for branch in branches(instruction))
+                cheapest, dearest = self._extremes(instruction)
+                total += self._cost(cheapest if instruction.op_name.endswith(REPEATS) else dearest)
             elif instruction.opcode in RUNS:
                 total += sum(self._cost(called) for called in _flat(calls.values()))
             else:
                 total += self.bytes(computation, instruction)
-        self._costs[key] = total
+        self._costs[name] = total
         return total
 
     def bytes(self, computation: Computation, instruction: Instruction) -> int:
@@ -256,7 +210,9 @@ class _Counter:
         if opcode == "custom-call":
             estimate = _estimated_bytes(instruction)
             if estimate is not None:
-                return estimate
+                return estimate - round(
+                    (1 - self._assumed.experts_share) * _expert_bytes(instruction, operands)
+                )
         if opcode in ("fusion", "fusion-start"):
             return self._fusion(computation, instruction)
         if opcode in _SLICES:
@@ -275,9 +231,7 @@ class _Counter:
             destination = instruction.shapes[0 if opcode == "copy-start" else 1]
             return operands[0].memory_bytes + destination.memory_bytes
         if opcode.removesuffix("-start") == "ragged-all-to-all":
-            # Rows are read out of the first operand and written into the second, which is the result. Experts that are
-            # repeated move where loads are uneven.
-            return 0 if REPEATED in instruction.op_name else sum(x.memory_bytes for x in operands[:2])
+            return exchanged_bytes(computation, instruction, self._assumed)
         return sum(x.memory_bytes for x in operands) + instruction.memory_bytes
 
     def _fusion(self, computation: Computation, instruction: Instruction) -> int:
@@ -387,6 +341,15 @@ def _estimated_bytes(instruction: Instruction) -> int | None:
     return int(match[1]) if match else None
 
 
+def _expert_bytes(kernel: Instruction, operands: Iterable[Instruction]) -> int:
+    """Of a grouped matmul the experts that it would read if each had rows: codes and scales [(layers,) experts, in,
+    out], of one layer. It visits tiles of rows, and fetches the expert of each (`plan_visits`)."""
+    if GROUPED not in kernel.op_name:
+        return 0
+    weights = [shape for operand in operands for shape in operand.shapes if len(shape.sizes) in (3, 4)]
+    return sum(shape.bytes // (shape.sizes[0] if len(shape.sizes) == 4 else 1) for shape in weights)
+
+
 def by_operation(shares: Iterable[Share]) -> dict[str, int]:
     """Bytes by the scope of the model that an operation belongs to, largest first."""
     totals: defaultdict[str, int] = defaultdict(int)
@@ -402,6 +365,5 @@ def scope(op_name: str) -> str:
 
 
 __all__ = [
-    "ALL_TO_ALL", "COLLECTIVES", "Collective", "Share", "Traffic", "branches", "by_operation", "collective_kind",
-    "group_size", "scope", "traffic",
+    "Share", "Traffic", "branches", "by_operation", "scope", "traffic",
 ]  # fmt: skip
