@@ -189,6 +189,46 @@ def test_experts_without_tokens_are_not_read() -> None:
     assert moved("mxfp4_grouped_glu", 1.0) == moved("another_kernel", 0.25) == 5000
 
 
+def gpu_call(target: str, name: str, result: str, *operands: str) -> int:
+    lines = [f"  %x{number} = {shape} parameter({number})" for number, shape in enumerate(operands)]
+    names = ", ".join(f"%x{number}" for number in range(len(operands)))
+    lines.append(
+        f'  ROOT %y = {result} custom-call({names}), custom_call_target="{target}", '
+        f'metadata={{op_name="jit(f)/{name}/mpmd_map"}}'
+    )
+    return traffic(parse(program("\n".join(lines))), Assumptions(experts_share=0.5)).memory_bytes
+
+
+def test_kernels_of_gpus_carry_no_estimate() -> None:
+    # The second result is a workspace.
+    product = "(f32[4,8]{1,0}, s8[4096]{0})"
+    assert (
+        gpu_call("__cublas$lt$matmul", "dot_general", product, "bf16[4,16]{1,0}", "bf16[16,8]{1,0}")
+        == 128 + 384
+    )
+    # Rows, half of five experts of one of three layers, and the result.
+    experts = ("u8[3,5,8,16]{3,2,1,0}", "u8[3,5,8,1]{3,2,1,0}")
+    grouped = gpu_call("mosaic_gpu_v2", "mxfp4_grouped_matmul", "bf16[4,8]{1,0}", "bf16[4,32]{1,0}", *experts)
+    assert grouped == 256 + 5 * 8 * 17 // 2 + 64
+    # Twelve rows of 64 bytes of a cache of a hundred, beside queries, their numbers and the result.
+    attention = ("bf16[6,32]{1,0}", "bf16[100,32]{1,0}", "s32[3,4]{1,0}")
+    fetched = gpu_call("mosaic_gpu_v2", "sparse_attention_tensor", "bf16[6,16]{1,0}", *attention)
+    assert fetched == 384 + 12 * 64 + 48 + 192
+    # No more than there is.
+    few = gpu_call(
+        "mosaic_gpu_v2",
+        "sparse_attention_rows",
+        "bf16[6,16]{1,0}",
+        *attention[:1],
+        "bf16[5,32]{1,0}",
+        attention[2],
+    )
+    assert few == 384 + 5 * 64 + 48 + 192
+    # Of another kernel all operands and results.
+    other = gpu_call("mosaic_gpu_v2", "index_scores", "f32[4]{0}", "bf16[4,8]{1,0}")
+    assert other == gpu_call("another", "index_scores", "f32[4]{0}", "bf16[4,8]{1,0}") == 64 + 16
+
+
 def test_experts_that_may_be_repeated_are_typically_not() -> None:
     branches_of = """
 %without (x: u8[256]) -> u8[256] {

@@ -3,7 +3,7 @@
 XLA's own cost analysis counts the body of a loop once and knows nothing of kernels; this one reads the program's text.
 Bytes of main memory are those that the schedule asks for: every operation outside of a fusion reads its operands and
 writes its results, slices and in-place updates count what they touch, and what lies in a scratchpad costs nothing. A
-kernel counts the bytes of its own cost estimate, else its operands and results. Of the branches of a conditional the
+kernel counts what `kernels.kernel_bytes` says, else its operands and results. Of the branches of a conditional the
 most expensive one counts, but where experts are repeated: typically none are.
 """
 
@@ -25,6 +25,7 @@ from moe28t_jax.planning.compile.collectives import (
     sent_bytes,
 )  # fmt: skip
 from moe28t_jax.planning.compile.hlo import Computation, Instruction, Module, Shape
+from moe28t_jax.planning.compile.kernels import kernel_bytes
 
 RUNS = ("call", "call-start", "async-start")
 """Operations that run a computation once, now or meanwhile."""
@@ -32,8 +33,6 @@ RUNS = ("call", "call-start", "async-start")
 REPEATS = "moe_repeated_experts/cond"
 """The end of a conditional's name of which one branch fetches experts that some device repeats and multiplies with
 them."""
-GROUPED = "mxfp4_grouped_"
-"""How the kernels are called that multiply rows with the experts of their group."""
 NOTHING = Assumptions()
 
 _FREE = {
@@ -42,7 +41,6 @@ _FREE = {
 }  # fmt: skip
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _VIEWS = {"bitcast", "reshape", "get-tuple-element", "copy", "transpose", "convert"}
-_ESTIMATE = re.compile(r'"bytes_accessed":"?(\d+)')
 
 
 @dataclass(frozen=True)
@@ -208,11 +206,9 @@ class _Counter:
             return 0
         operands = [_operand(computation, name) for name in dict.fromkeys(instruction.operands)]
         if opcode == "custom-call":
-            estimate = _estimated_bytes(instruction)
-            if estimate is not None:
-                return estimate - round(
-                    (1 - self._assumed.experts_share) * _expert_bytes(instruction, operands)
-                )
+            moved = kernel_bytes(instruction, operands, self._assumed.experts_share)
+            if moved is not None:
+                return moved
         if opcode in ("fusion", "fusion-start"):
             return self._fusion(computation, instruction)
         if opcode in _SLICES:
@@ -334,20 +330,6 @@ def _touched(shape: Shape, updated: int) -> int:
 
 def _sliced(instruction: Instruction, source: Instruction) -> int:
     return (instruction.bytes if source.memory_bytes else 0) + instruction.memory_bytes
-
-
-def _estimated_bytes(instruction: Instruction) -> int | None:
-    match = _ESTIMATE.search(instruction.attributes)
-    return int(match[1]) if match else None
-
-
-def _expert_bytes(kernel: Instruction, operands: Iterable[Instruction]) -> int:
-    """Of a grouped matmul the experts that it would read if each had rows: codes and scales [(layers,) experts, in,
-    out], of one layer. It visits tiles of rows, and fetches the expert of each (`plan_visits`)."""
-    if GROUPED not in kernel.op_name:
-        return 0
-    weights = [shape for operand in operands for shape in operand.shapes if len(shape.sizes) in (3, 4)]
-    return sum(shape.bytes // (shape.sizes[0] if len(shape.sizes) == 4 else 1) for shape in weights)
 
 
 def by_operation(shares: Iterable[Share]) -> dict[str, int]:
