@@ -25,7 +25,6 @@ RESULTS = ROOT / "docs" / "compile_reports.json"
 PAGE = ROOT / "docs" / "compiling.md"
 
 MILLION = 1_048_576
-GPUS = ("h100", "h200", "b200", "gb200")
 FOUR = ("--set", 'attention_kinds=["kda","dsa","kda","dsa"]', "--set", 'mlp_kinds=["moe","moe","moe","moe"]')
 
 
@@ -33,7 +32,8 @@ FOUR = ("--set", 'attention_kinds=["kda","dsa","kda","dsa"]', "--set", 'mlp_kind
 class Program:
     """One program to compile. name: key of its result. mesh: a mesh file's name, or with `topology` the chip and a mesh
     of this size (`data`, `expert`, `tensor`), which is made. memory, exchange: how often the least bytes may move in
-    main memory and between devices, checked by tests/compile; None for programs that are compared and not promised.
+    main memory and between devices under uniform routing, checked by tests/compile; None for programs that are compared
+    and not promised.
     copied: bytes of dense weights that may be copied in the layer loop, in all layers together."""
 
     name: str
@@ -64,35 +64,27 @@ class Program:
 def _promised() -> Iterator[Program]:
     """Whole programs that are held to what tests/compile checks.
 
-    Main memory is held to the minimum in decode of several rows alone: prefill moves mostly activations, and of a
-    single row's token the kernels' estimates count all experts of a device, of which it chooses a quarter of one on
-    average.
-    The exchange of a single row's token, a few kilobytes per layer, is not held to the minimum either.
+    Main memory is held to the minimum in decode; prefill moves mostly activations, which the minimum does not count.
+    The exchange of a single row's token, a few kilobytes per layer, is not held to it.
     """
     for mesh in ("tpu7x-4x4x2", "v5p-4x4x8", "v6e-16x16", "h200-16"):
         rows = "8" if mesh == "h200-16" else "64"  # as many as these few GPUs hold
-        # Measured 2.46 and 2.30 on v6e, whose two pipeline stages take the rows in two turns: a stage without rows
-        # reads its weights and exchanges empty rows while it waits for the other.
-        memory, exchange = (2.5, 2.4) if mesh == "v6e-16x16" else (1.2, 1.2)
-        if mesh == "h200-16":
-            # GPU kernels carry no estimate of what they read. The exchange has room for 16 destinations of a token,
-            # all that there are; on average it has 9.7 of them (measured 1.25).
-            memory, exchange = None, 1.3
+        # A pipeline stage without rows reads its dense weights and caches while it waits for the other: measured 2.26
+        # and 1.20 on v6e, which has two.
+        memory, exchange = (2.3, 1.25) if mesh == "v6e-16x16" else (1.2, 1.2)
         # The keys' part of kv_b_proj and the indexers' queries, which XLA for GPUs multiplies by copies (measured 6 MB
         # of two sparse layers).
         copied = 160_000_000 if mesh == "h200-16" else 0
         decode = ("--batch", rows, "--context", "131072")
         yield Program(f"{mesh} decode", mesh, decode, memory, exchange, copied)
-        yield Program(f"{mesh} decode 1M", mesh, ("--batch", "1", "--context", str(MILLION)), copied=copied)
+        alone = ("--batch", "1", "--context", str(MILLION))
+        yield Program(f"{mesh} decode 1M", mesh, alone, memory, None, copied)
         prefill = ("--phase", "prefill", "--batch", "1", "--context", "131072")
         if mesh == "v5p-4x4x8":
             # The compiler turns four projections of a delta layer, 22 MB each, where it would turn results of
             # 25 MB (measured 5.97 GB of 249 that move).
             copied = 6_000_000_000
-        # As in decode, v6e's stages exchange what they do not have. On h200-16 13.4 times the least was measured, for a
-        # reason that is not known: not promised.
-        most = {"v6e-16x16": 2.4, "h200-16": None}.get(mesh, 1.2)
-        yield Program(f"{mesh} prefill", mesh, prefill, None, most, copied)
+        yield Program(f"{mesh} prefill", mesh, prefill, None, exchange, copied)
 
 
 def _compared() -> Iterator[Program]:
@@ -214,8 +206,7 @@ def rows(results: dict[str, Any]) -> list[str]:
         if "hbm_bytes_per_step" not in one:
             lines.append(f"| {name} | {memory} | {fits} | {one['compile_seconds']:.0f} | | | | | | |")
             continue
-        told = not (program.mesh.startswith(GPUS) and one["explicit"])
-        moved = [against(one, "hbm_bytes_per_step", routing, 1e9) if told else "-" for routing in ROUTINGS]
+        moved = [against(one, "hbm_bytes_per_step", routing, 1e9) for routing in ROUTINGS]
         sent = one["all_to_all_bytes_per_step"] / 1e6
         lines.append(
             f"| {name} | {memory} | {fits} | {one['compile_seconds']:.0f} | {moved[0]} | {moved[1]} | {sent:.1f} | "

@@ -121,8 +121,9 @@ def traffic(module: Module, assumed: Assumptions = NOTHING) -> Traffic:
         computation = module.computations[name]
         for instruction in computation:
             kind = collective_kind(instruction)
-            if kind is not None and REPEATED in instruction.op_name:
-                sent = sent_bytes(computation, instruction, kind, module.partitions, assumed)
+            # Nothing else is exchanged there; compilers for GPUs lose the scope's name.
+            if kind is not None:
+                sent = sent_bytes(computation, instruction, kind, module.partitions, NOTHING)
                 result.repeated_expert_bytes += runs * sent
     return result
 
