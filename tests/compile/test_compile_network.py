@@ -62,6 +62,22 @@ def test_the_page_shows_the_results_that_are_kept() -> None:
         assert "\n".join(lines) in page
 
 
+@pytest.mark.parametrize("name", PROMISED)
+def test_the_results_that_are_kept_keep_the_promises(name: str) -> None:
+    report, program = pods.load()[name], PROMISED[name]
+    assert report["fits"] and report["peak_bytes_per_device"] <= report["limit_bytes_per_device"]
+    assert report["expert_gathers"]["count"] == report["unpacked_experts"]["count"] == 0
+    assert report["weight_copies_in_loop"]["bytes"] <= program.copied
+    for promised, key, least in (
+        (program.memory, "hbm_bytes_per_step_uniform_routing", "minimum_hbm_bytes_per_step_uniform_routing"),
+        (program.exchange, "all_to_all_bytes_per_step_uniform_routing", "minimum_all_to_all_bytes_per_step"),
+    ):
+        assert promised is None or report[least] <= report[key] <= promised * report[least], (
+            key,
+            report[key],
+        )
+
+
 def test_decode_of_four_layers() -> None:
     report = compiled("tpu7x-4x4x2 decode, four layers")
     assert (report["devices"], report["batch"], report["context"], report["layers"]) == (64, 64, 131_072, 4)
