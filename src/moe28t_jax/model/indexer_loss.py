@@ -31,29 +31,43 @@ def named_keys(indices_TN: Int[Array, "T N"], keys: int) -> Bool[Array, "T S"]:
     return counts_THL.reshape(indices_TN.shape[0], -1)[:, :keys] > 0
 
 
+def _dense_target(
+    q_THC: Float[Array, "T H C"], rows_SC: Float[Array, "S C"], keep_TS: Bool[Array, "T S"], scale: float
+) -> Float[Array, "T S"]:
+    """The attention's distribution over all keys, averaged over the heads. One head after the other: all logits at
+    once are the largest array of a training step, and written and read several times."""
+    dtype = compute_dtype(q_THC.dtype)
+
+    def add(total_TS: Array, q_TC: Array) -> tuple[Array, None]:
+        logits_TS = scale * jnp.einsum(
+            "TC,SC->TS", q_TC, rows_SC, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype
+        )
+        return total_TS + jax.nn.softmax(jnp.where(keep_TS, logits_TS, -1e30), axis=-1), None
+
+    total_TS, _ = jax.lax.scan(add, jnp.zeros(keep_TS.shape, dtype), jnp.moveaxis(q_THC, 1, 0))
+    return jnp.where(keep_TS, total_TS / q_THC.shape[1], 0.0)
+
+
 def _dense_loss(q_latent_BTHC, latent_BSC, q_index_BTID, key_BSD, weights_BTI, indices_BTN, scale, use_relu):
     """`indexer_loss` over all keys with those that are not named masked, one batch row at a time."""
-    dtype = compute_dtype(q_latent_BTHC.dtype)
     keys = latent_BSC.shape[1]
 
     @jax.checkpoint
-    def row_loss(row):
-        q_THC, rows_SC, q_TID, key_SD, weights_TI, indices_TN = row
-        keep_TS = named_keys(indices_TN, keys)
-        exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": dtype}
-        logits_HTS = scale * jnp.einsum("THC,SC->HTS", q_THC, rows_SC, **exact)
-        target_TS = jnp.mean(jax.nn.softmax(jnp.where(keep_TS, logits_HTS, -1e30), axis=-1), axis=0)
-        target_TS = jax.lax.stop_gradient(jnp.where(keep_TS, target_TS, 0.0))
+    def divergence_T(target_TS, keep_TS, q_TID, key_SD, weights_TI, positions_T):
         scores_TS = index_select.scores_at(
-            q_TID[None],
-            key_SD[None],
-            weights_TI[None],
-            query_positions=jnp.max(indices_TN, axis=-1, initial=-1)[None],
-            use_relu=use_relu,
+            q_TID[None], key_SD[None], weights_TI[None], query_positions=positions_T[None], use_relu=use_relu
         )[0]
         log_index_TS = jax.nn.log_softmax(jnp.where(keep_TS, scores_TS, -1e30), axis=-1)
         log_target_TS = jnp.log(jnp.maximum(target_TS, 1e-10))
         return jnp.sum(jnp.where(keep_TS, target_TS * (log_target_TS - log_index_TS), 0.0), axis=-1)
+
+    def row_loss(row):
+        q_THC, rows_SC, q_TID, key_SD, weights_TI, indices_TN = row
+        keep_TS = named_keys(indices_TN, keys)
+        # Kept for the backward pass, which would else make it again.
+        target_TS = jax.lax.stop_gradient(_dense_target(q_THC, rows_SC, keep_TS, scale))
+        positions_T = jnp.max(indices_TN, axis=-1, initial=-1)
+        return divergence_T(target_TS, keep_TS, q_TID, key_SD, weights_TI, positions_T)
 
     with jax.named_scope("indexer_loss"):
         detached = jax.lax.stop_gradient((q_latent_BTHC, latent_BSC))
