@@ -5,7 +5,7 @@
 Reads docs/compile_reports.json, which `benchmarks/compile_pods.py` writes. Arguments of a program are the weights and
 the cache, in training masters and moments; a text program takes no image tower, so it is left out of the planner's
 weights here. Temporaries are the program's peak without its arguments: the TPU compiler's own figure for them has
-what its heap loses between arrays twice, of which nothing is needed to fit.
+what its heap loses between arrays twice, of which nothing is needed to fit. GPUs take theirs in one piece.
 """
 
 from __future__ import annotations

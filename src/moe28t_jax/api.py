@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from moe28t_jax.conversation import (
     Usage,
     finished,
     is_conversation,
+    left_out,
     prepare_conversation,
     prepare_images,
     read_conversation,
@@ -81,7 +83,12 @@ class Model:
         images: paths, bytes, Pillow images, arrays or data URLs, in reading order of the batch; token_ids hold
         one media pad for each of their tokens. Without images a media pad is a token like any other.
         """
-        ids = np.asarray(token_ids)
+        try:
+            ids = np.asarray(token_ids)
+        except ValueError:
+            raise ValueError(
+                "token_ids has rows of different lengths; pad them on the right and pass their lengths as lengths."
+            ) from None
         ids = ids[None] if ids.ndim == 1 else ids
         if ids.ndim != 2 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(
@@ -143,6 +150,13 @@ class Model:
         prompt = self._prompt(
             prompt_or_messages, effort, tools, images, thinking, tool_choice, response_format
         )
+        if unread := left_out(prompt_or_messages):
+            warnings.warn(
+                f"Left out of the request, since it has no effect there: {', '.join(unread)}. (max_new_tokens, "
+                "temperature, top_p and seed are given beside it.)",
+                skip_file_prefixes=(__file__,),
+                stacklevel=2,
+            )
         is_text = prompt.request is None
         if max_new_tokens is None:
             max_new_tokens = TEXT_TOKENS if is_text else CONVERSATION_TOKENS
@@ -216,7 +230,8 @@ class Model:
         """Continue a text (or token ids), or answer a conversation; everything at once, see `stream`.
 
         prompt_or_messages: text, token ids, a list of messages, or a request body {"messages": ..., "tools": ...}
-        of which the conversation is read (sampling fields are not). Messages and tools have the OpenAI shape or
+        of which the conversation is read; a UserWarning names fields that ask for more and are left out, sampling ones
+        among them. Messages and tools have the OpenAI shape or
         the short one of :mod:`moe28t_jax.chat`. Images stand in message parts ({"type": "image", "image": X} or
         {"type": "image_url", "image_url": {"url": X}}) or in `images`, which go before the text of the last
         user message: paths, bytes, Pillow images, arrays, data URLs.
@@ -285,6 +300,11 @@ class Model:
         return Prompt(self._prompt_ids(prompt))
 
     def _prompt_ids(self, prompt: str | Sequence[int] | np.ndarray | jax.Array) -> list[int]:
+        if isinstance(prompt, list | tuple) and not prompt:
+            raise ValueError(
+                "The prompt has no tokens and no messages; give at least one token id, or a message such as "
+                "{'role': 'user', 'content': 'Hello'}."
+            )
         if not isinstance(prompt, str):
             ids = np.asarray(prompt)
             if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):

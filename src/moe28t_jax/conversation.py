@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,9 @@ from moe28t_jax.chat.effort import THINKING_FIELDS
 from moe28t_jax.config import ModelConfig
 
 _REQUEST_FIELDS = ("tools", "tool_choice", "response_format")
+# Fields of a request that say nothing about the answer; and values of others that ask for what is done anyway.
+_IDLE_FIELDS = ("model", "stream", "stream_options", "user", "metadata", "store")
+_IDLE_VALUES = {"n": 1, "stop": [], "presence_penalty": 0, "frequency_penalty": 0, "logprobs": False}
 STUB_TOKENS = 3
 """Opening of the think or response channel at the end of a prompt, which usage does not count."""
 
@@ -138,6 +141,20 @@ def read_conversation(
     if images is not None:
         request["messages"] = with_images(request.get("messages"), images)
     return normalize_request(request)
+
+
+def left_out(request: Any, read: Collection[str] = ()) -> list[str]:
+    """Fields of a request body that ask for something and that nothing here reads, sorted; `read` are those that the
+    caller does read. Empty for a list of messages."""
+    if not isinstance(request, Mapping):
+        return []
+    known = {"messages", *_REQUEST_FIELDS, *THINKING_FIELDS, *_IDLE_FIELDS, *read}
+    asking = (
+        name
+        for name, value in request.items()
+        if name not in known and value is not None and not (name in _IDLE_VALUES and value == _IDLE_VALUES[name])
+    )
+    return sorted(map(str, asking))
 
 
 def with_images(messages: Any, images: Any) -> Any:

@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from moe28t_jax.config import PRESETS, ModelConfig, ParameterCount
 
 
 @dataclass(frozen=True)
 class ModelReport:
-    """Configuration and counts; `tensors` is the inventory of a checkpoint folder, empty for a preset."""
+    """Configuration and counts; `tensors` is the inventory of a checkpoint folder, empty for a preset and for an Orbax
+    folder, whose files take `orbax_bytes`."""
 
     name: str
     config: ModelConfig
     count: ParameterCount
     tensors: tuple[Any, ...] = ()
+    orbax_bytes: int | None = None
 
     @property
     def file_bytes(self) -> int:
@@ -42,6 +44,7 @@ class ModelReport:
             },
             "stored_tensors": self.count.stored_tensors,
             "stored_bytes": self.count.stored_bytes,
+            "orbax_bytes": self.orbax_bytes,
             "layers": [asdict(layer) for layer in self.count.layers],
             "tensors": [
                 {
@@ -59,7 +62,7 @@ class ModelReport:
         """Tables on standard output."""
         console = Console()
         config, count = self.config, self.count
-        facts = Table("", self.name, show_header=True, header_style="bold")
+        facts = _table("", self.name, show_header=True, header_style="bold")
         rows: list[tuple[str, Any]] = [
             ("layers", f"{config.num_layers} ({_kinds(config)})"),
             ("hidden size", config.hidden_size),
@@ -73,25 +76,30 @@ class ModelReport:
             rows.append(("experts", f"{moe.num_experts}, {moe.num_experts_per_token} per token"))
         if config.dsa is not None:
             rows.append(("sparse attention", f"top {config.dsa.top_k}, {config.dsa.num_heads} index heads"))
+        public = "" if self.orbax_bytes is None else ", in the public layout"
         rows += [
             ("parameters", count.total),
             ("active per token", count.active),
-            ("stored tensors", count.stored_tensors),
-            ("stored bytes", count.stored_bytes),
+            (f"stored tensors{public}", count.stored_tensors),
+            (f"stored bytes{public}", count.stored_bytes),
         ]
+        if self.orbax_bytes is not None:
+            rows.append(("bytes of this Orbax folder", self.orbax_bytes))
         for name, value in rows:
             facts.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
         console.print(facts)
-        groups = Table("group", "parameters", "share")
+        groups = _table("group", "parameters", "share")
         for group, size in sorted(count.by_group.items(), key=lambda item: -item[1]):
             groups.add_row(group, f"{size:,}", f"{size / count.total:.2%}")
         console.print(groups)
-        layers = Table("layer", "attention", "mlp", "parameters", "active", "bytes")
+        layers = _table("layer", "attention", "mlp", "parameters", "active", "bytes")
         for layer in count.layers:
             values = (layer.total, layer.active, layer.stored_bytes)
             layers.add_row(str(layer.layer), layer.attention, layer.mlp, *(f"{value:,}" for value in values))
         console.print(layers)
-        if tensors and not self.tensors:
+        if tensors and self.orbax_bytes is not None:
+            print(f"{self.name} holds Orbax items, one per layer, and no tensors of the public layout.")
+        elif tensors and not self.tensors:
             print(f"{self.name} stores no tensors: it is a configuration without weights.")
         elif tensors:
             # Plain lines: a terminal may wrap them, but no name is cut and each can be searched for.
@@ -104,6 +112,11 @@ class ModelReport:
             for line in (heads, *lines):
                 cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
                 print("  ".join(cells).rstrip())
+
+
+def _table(*heads: str, **options: Any) -> Table:
+    # In a narrow terminal digits go on in the next line: a number that is cut is another one.
+    return Table(*(Column(head, overflow="fold") for head in heads), **options)
 
 
 def _kinds(config: ModelConfig) -> str:
@@ -135,7 +148,10 @@ def describe_model(source: str, overrides: dict[str, Any] | None = None) -> Mode
         from moe28t_jax.weights import describe
 
         tensors = tuple(describe(path))
-    return ModelReport(str(source), config, config.parameter_count(), tensors)
+    orbax_bytes = None
+    if path.is_dir() and (path / "orbax.json").is_file():
+        orbax_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return ModelReport(str(source), config, config.parameter_count(), tensors, orbax_bytes)
 
 
 def _describe_address(source: str, overrides: dict[str, Any]) -> ModelReport:

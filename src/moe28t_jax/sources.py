@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -162,6 +163,8 @@ def mesh_rule(
 
 def resolve(source: str | Path) -> Source:
     """Find a source. Raises FileNotFoundError when there is none, ValueError for a preset without weights."""
+    if not isinstance(source, str | os.PathLike) or not str(source):
+        raise ValueError(f"The source is {source!r}; give the path of a checkpoint, or 'nano'.")
     text = str(source)
     if is_remote(text):
         return Source(text, None, RemoteStore(text))
@@ -175,5 +178,10 @@ def resolve(source: str | Path) -> Source:
         raise FileNotFoundError(
             f"No such file or directory: {text!r}; give the path of a checkpoint, or 'nano' for the model that comes "
             "with the package."
+        )
+    if folder.is_file() and folder.name != CONFIG_FILE and not folder.name.endswith(_FILES):
+        raise ValueError(
+            f"{text!r} is a file and no checkpoint, which is a folder or one file that ends in {_FILES[0]}; give one of "
+            "them."
         )
     return Source(text, folder, None)

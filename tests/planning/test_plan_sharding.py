@@ -114,10 +114,10 @@ def test_compiled_programs_take_what_was_planned() -> None:
     # Each by its name: one that is taken out of the record, or loses its figures, is missed here.
     decode = {f"{mesh} decode" for mesh in ("tpu7x-4x4x2", "v5p-4x4x8", "v6e-16x16", "h200-16")}
     million = {f"{mesh} decode 1M" for mesh in ("tpu7x-4x4x2", "v5p-4x4x8", "v6e-16x16", "h200-16")}
-    assert (decode | million | {"tpu7x-4x4x2 prefill", "v5p-8x8x16 train"}) - found.keys() == set()
+    assert (
+        decode | million | {"tpu7x-4x4x2 prefill", "h200-16 prefill", "v5p-8x8x16 train"}
+    ) - found.keys() == set()
     arguments = {name: one["arguments_ratio"] for name, one in found.items()}
     assert {name: ratio for name, ratio in arguments.items() if not 0.99 < ratio < 1.01} == {}
     temporaries = {name: one["temporaries_ratio"] for name, one in found.items()}
-    # What errs on the safe side: of GPUs' prefill 1.31 times as much is planned.
-    most = {name: 1.35 if name == "h200-16 prefill" else 1.3 for name in temporaries}
-    assert {name: ratio for name, ratio in temporaries.items() if not 0.7 < ratio < most[name]} == {}
+    assert {name: ratio for name, ratio in temporaries.items() if not 0.7 < ratio < 1.3} == {}

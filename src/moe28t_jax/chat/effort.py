@@ -11,13 +11,14 @@ THINKING_FIELDS = (
     "chat_template_kwargs",
 )  # fmt: skip
 """Fields of a request that say whether and how much to think."""
-_MAY_BE_NONE = ("effort", "reasoning.effort")
+_MAY_BE_NONE = ("effort", "reasoning.effort", "reasoning_effort")
 
 
 def check_effort(effort: Any, where: str = "thinking_effort") -> str:
     """The effort itself; ValueError unless it is ``low``, ``high`` or ``max``."""
     if not isinstance(effort, str) or effort not in EFFORTS:
-        fail(where, effort, "'low', 'high' or 'max'", "use one of these, or leave it out")
+        expected = "'low', 'high', 'max' or 'none'" if where in _MAY_BE_NONE else "'low', 'high' or 'max'"
+        fail(where, effort, expected, "use one of these, or leave it out")
     return effort
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import NoReturn
 
 from moe28t_jax import __version__
 from moe28t_jax.cli.chat import EFFORTS, run_chat
@@ -68,6 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\nmoe28t {options.command}: interrupted.", file=sys.stderr)
         return _ended("It was interrupted.", 130)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        option, separator, _ = message.removeprefix("argument ").partition(": expected one argument")
+        if separator and option.startswith("-"):
+            message += f"; one that begins with - is written {option}=VALUE"
+        super().error(message)
 
 
 def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
@@ -144,7 +153,7 @@ def _positive(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="moe28t",
         description="Run, inspect, plan, convert and score models of the moe28t family.",
         epilog="moe28t COMMAND --help explains a command and shows examples.",

@@ -276,6 +276,7 @@ class Client:
 
     def _load(self, path: str) -> None:
         from moe28t_jax.chat import normalize_request
+        from moe28t_jax.conversation import left_out
 
         source = Path(_needed(path, "/load FILE")).expanduser()
         value = read_json(source)
@@ -290,7 +291,9 @@ class Client:
             self.tools, self.execute = request.tools, None
         self.effort = request.thinking_effort if request.thinking else "none"
         self.images = []
-        self.say(f"Read {source}: {len(self.messages)} messages, effort {self.effort}.")
+        unread = left_out(value)
+        without = f" Left out: {', '.join(unread)}." if unread else ""
+        self.say(f"Read {source}: {len(self.messages)} messages, effort {self.effort}.{without}")
         self._ask_for_result()
 
     def _with_data_urls(self, message: dict[str, Any]) -> dict[str, Any]:

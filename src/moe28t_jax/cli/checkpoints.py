@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,12 +32,14 @@ def _run(options: argparse.Namespace, action: Callable[[Any], None]) -> int:
                 f"goes on where it can, or give it up and delete the folders '.{options.target.resolve().name}.*' "
                 "beside it",
             ) from None
+    # The bare word is the shipped model, wherever a checkpoint is read.
+    shown = f"./{options.target}" if str(options.target) == "nano" else str(options.target)
     size = sum(file.stat().st_size for file in options.target.rglob("*") if file.is_file())
     seconds = round(time.perf_counter() - started, 2)
     if options.json:
-        print(json_text({"target": str(options.target), "bytes": size, "seconds": seconds}))
+        print(json_text({"target": shown, "bytes": size, "seconds": seconds}))
     else:
-        print(f"Wrote {options.target} ({size:,} bytes).")
+        print(f"Wrote {shown} ({size:,} bytes).")
     return 0
 
 
@@ -57,15 +60,30 @@ def _check_free(options: argparse.Namespace) -> None:
         )
 
 
+def _check_room(options: argparse.Namespace, config: Any) -> None:
+    from moe28t_jax.config import slice_config
+
+    sliced = slice_config(config, options.layers, options.experts)
+    if options.text_only:
+        sliced = sliced.override({"vision": None})
+    needed, folder = sliced.parameter_count().stored_bytes, options.target.resolve().parent
+    free = shutil.disk_usage(folder).free if folder.is_dir() else needed
+    if free < needed:
+        fail(
+            f"{str(options.target)!r} would take {needed:,} bytes and the disk has {free:,}; write it elsewhere, or less "
+            "of the model with --layers and --experts."
+        )
+
+
 def run_convert(options: argparse.Namespace) -> int:
     """Run `moe28t convert`."""
+    from moe28t_jax.sources import resolve
     from moe28t_jax.weights import convert, convert_to_orbax, export_orbax, is_orbax
 
-    source, options.target = _folder(options.source, "SOURCE"), _folder(options.target, "TARGET")
-    if options.source == "nano" and not source.exists():
-        from moe28t_jax.config import shipped_folder
-
-        source = shipped_folder("nano")
+    _folder(options.source, "SOURCE")
+    options.target = _folder(options.target, "TARGET")
+    source = resolve(options.source).path
+    assert source is not None
     if options.target.resolve() != source.resolve():
         _check_free(options)
     if is_orbax(source):
@@ -92,7 +110,9 @@ def _no_dtype(options: argparse.Namespace) -> None:
 
 def add_convert_options(command: argparse.ArgumentParser) -> None:
     """The options of `moe28t convert`."""
-    command.add_argument("source", help="checkpoint folder or file, Orbax folder, or nano")
+    command.add_argument(
+        "source", help="checkpoint folder or file, Orbax folder, or nano (the shipped model; ./nano is a folder)"
+    )
     command.add_argument("target", help="folder to write")
     command.add_argument(
         "--to", choices=("mxfp4", "bfloat16", "orbax"), default="mxfp4",
@@ -117,6 +137,7 @@ def run_fake_checkpoint(options: argparse.Namespace) -> int:
     if not 0 < options.shard_gigabytes < 1e9:
         fail(f"--shard-gigabytes is {options.shard_gigabytes}; it must be more than 0 and finite.")
     _check_free(options)
+    _check_room(options, config)
 
     def action(progress: Any) -> None:
         fake_checkpoint(

@@ -157,9 +157,13 @@ def overrides(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """A file's text; ValueError where it is not UTF-8."""
+    """A file's text; ValueError where it cannot be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        raise ValueError(
+            f"{str(path)!r} cannot be read ({error.strerror}); name a file with the text."
+        ) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(path)!r} is not UTF-8 text (byte {error.start}); convert it first.") from None
 

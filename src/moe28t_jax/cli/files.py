@@ -33,9 +33,7 @@ def run_score(options: argparse.Namespace) -> int:
     if options.heldout:
         if options.model != "nano":
             fail("--heldout scores the texts that `nano` was not trained on; use it with --model nano.")
-        from moe28t_jax.training.nano.corpus import load_corpus
-
-        texts += [(document.name, document.text) for document in load_corpus().heldout]
+        texts += _heldout()
     if not texts and skipped:
         fail(f"No file is text: {len(skipped)} were skipped, the first {skipped[0]!r}; name text files.")
     if not texts:
@@ -49,6 +47,22 @@ def run_score(options: argparse.Namespace) -> int:
     return 0
 
 
+def _heldout() -> list[tuple[str, str]]:
+    """Nano's held-out texts, by name; a remark where this Python's library is not the one that nano was trained on."""
+    from moe28t_jax.config import shipped_folder
+    from moe28t_jax.training.nano.corpus import load_corpus
+
+    trained = json.loads((shipped_folder("nano") / "training.json").read_text(encoding="utf-8"))
+    corpus = load_corpus()
+    if corpus.data_hash != trained["data_hash"]:
+        remark(
+            f"moe28t score: this Python's library is not that of Python {trained['python']}, on which nano was "
+            f"trained (data {corpus.data_hash[:16]}, not {trained['data_hash'][:16]}): other texts are held out, some "
+            "of them near to those it has seen, and figures do not compare with the documented ones."
+        )
+    return [(document.name, document.text) for document in corpus.heldout]
+
+
 def _texts(paths: Sequence[Path]) -> tuple[list[tuple[str, str]], list[str]]:
     """Texts by name; and the files found inside folders that hold none, which are noted and left out."""
     texts: list[tuple[str, str]] = []
@@ -60,8 +74,10 @@ def _texts(paths: Sequence[Path]) -> tuple[list[tuple[str, str]], list[str]]:
         for file in sorted(p for p in path.rglob("*") if p.is_file()):
             try:
                 text = read_text(file)
-            except (ValueError, OSError) as error:
-                remark(f"moe28t score: skipped {str(file)!r}: {error}")
+            except ValueError as error:
+                # The sentence for a file that was named, without its advice.
+                reason = str(error).removeprefix(f"{str(file)!r} ").partition(";")[0].rstrip(".")
+                remark(f"moe28t score: skipped {str(file)!r}: it {reason}.")
                 skipped.append(str(file))
                 continue
             if text:
@@ -119,9 +135,10 @@ def _print_scores(
         print(json.dumps({"total": total, "files": rows, "skipped": skipped}, ensure_ascii=False))
         return
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("file", "bytes", "tokens", "bits/byte", "gzip -9")
+    heads = ("file", "bytes", "tokens", "bits/byte", "gzip -9")
+    table = Table(*(Column(head, overflow="fold") for head in heads))
     for row in rows:
         values = (row["bytes"], row["tokens"], row["bits_per_byte"], row["gzip_bits_per_byte"])
         table.add_row(row["name"], *(f"{value:,}" for value in values))

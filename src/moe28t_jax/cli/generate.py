@@ -22,9 +22,7 @@ from moe28t_jax.cli.common import (
     remark,
 )
 
-# Of a request: what is read, and what says nothing about the answer.
-_READ = ("messages", "tools", "tool_choice", "response_format", *THINKING_FIELDS)
-_IDLE = ("model", "stream", "stream_options", "user", "metadata", "store")
+# Fields of a request that give each of the options.
 _SAMPLING = {
     "max_new_tokens": ("max_completion_tokens", "max_tokens"),
     "temperature": ("temperature",),
@@ -104,6 +102,7 @@ def _answer(options: argparse.Namespace) -> int:
         request["tools"], execute = specifications(), Toolbox(files=DEMO_FILES).execute
     values = _sampling_of(request, sampling(options))
     check_sampling(values)
+    request = _without_left_out(request)
     _check(request, options.image or [])
     messages = request.pop("messages")
     # Everything about the request is known to be right before the much longer loading begins.
@@ -177,17 +176,21 @@ def _request(options: argparse.Namespace) -> dict[str, Any]:
     return request
 
 
+def _without_left_out(request: dict[str, Any]) -> dict[str, Any]:
+    """The request without sampling, which goes beside it, and without what nothing reads, which is said."""
+    from moe28t_jax.conversation import left_out
+
+    unread, given = left_out(request, sampling_fields()), left_out(request)
+    if unread:
+        remark(f"moe28t generate: left out of the request, since it has no effect here: {', '.join(unread)}.")
+    return {name: value for name, value in request.items() if name not in given}
+
+
 def _check(request: dict[str, Any], images: list[str]) -> None:
     """Put pictures into the last user message; ValueError for a request or a picture that cannot be read."""
     from moe28t_jax.chat import image_parts, normalize_request, open_image
     from moe28t_jax.conversation import image_source, with_images
 
-    known = {*_READ, *_IDLE, *(field for fields in _SAMPLING.values() for field in fields)}
-    left_out = sorted(name for name, value in request.items() if name not in known and value is not None)
-    if left_out:
-        remark(
-            f"moe28t generate: left out of the request, since it has no effect here: {', '.join(left_out)}."
-        )
     request["messages"] = with_images(request["messages"], [open_image(path) for path in images])
     checked = normalize_request(request)
     for part in image_parts(checked.messages):
@@ -209,6 +212,11 @@ def _sampling_of(request: Mapping[str, Any], values: dict[str, Any]) -> dict[str
 
 
 # -- shared with the other commands --------------------------------------------------------------------------------
+def sampling_fields() -> list[str]:
+    """The fields of a request that say how to draw tokens."""
+    return [field for fields in _SAMPLING.values() for field in fields]
+
+
 def sampling(options: argparse.Namespace) -> dict[str, Any]:
     """The sampling options that were given."""
     names = _SAMPLING

@@ -41,20 +41,28 @@ def _plan(options: argparse.Namespace, config: Any, prices: Any) -> Any:
     from moe28t_jax.planning import make_plan, search
     from moe28t_jax.planning.plan import CHUNK
 
+    chunk = chunk_of(options)
     common = {
-        "phase": options.phase, "chunk": chunk_of(options) or CHUNK, "model": options.preset, "prices": prices,
+        "phase": options.phase, "chunk": chunk or CHUNK, "model": options.preset, "prices": prices,
     }  # fmt: skip
     if options.mesh is not None:
         mesh = load_mesh_file(options.mesh)
         context = options.context or min(mesh.context, config.max_context)
+        _check_chunk(chunk, context)
         return make_plan(config, mesh, batch=options.batch, context=context, **common)
     kind, separator, text = options.chips.partition(":")
     if not separator or not text.isdecimal() or int(text) < 1:
         fail(f"--chips {options.chips!r} is not KIND:COUNT, for example --chips h200:16.")
+    context = options.context or min(CHIPS_CONTEXT, config.max_context)
+    _check_chunk(chunk, context)
     return search(
-        config, kind, int(text), batch=options.batch or CHIPS_BATCH,
-        context=options.context or min(CHIPS_CONTEXT, config.max_context), **common,
+        config, kind, int(text), batch=options.batch or CHIPS_BATCH, context=context, **common,
     )  # fmt: skip
+
+
+def _check_chunk(chunk: int | None, context: int) -> None:
+    if chunk is not None and chunk > context:
+        fail(f"--chunk {chunk} is more than the {context} tokens of --context; make it no larger.")
 
 
 def run_licence(options: argparse.Namespace) -> int:
@@ -71,7 +79,7 @@ def run_licence(options: argparse.Namespace) -> int:
         from moe28t_jax.sources import resolve
 
         texts = resolve(path).licence_texts()
-    elif path == "nano" and not Path(path).exists():
+    elif path == "nano":
         from moe28t_jax.config import shipped_folder
 
         path = shipped_folder("nano")
@@ -140,15 +148,24 @@ def add_plan_options(command: argparse.ArgumentParser, positive: Any) -> None:
     )
 
 
+def _number(text: str, kind: Any) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a {'whole ' if kind is int else ''}number"
+        ) from None
+
+
 def _amount(text: str) -> float:
-    value = float(text)
+    value = _number(text, float)
     if not value >= 0:
         raise argparse.ArgumentTypeError(f"{text} is not an amount from 0 on")
     return value
 
 
 def _count(text: str) -> int:
-    value = int(text)
+    value = _number(text, int)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
     return value

@@ -34,15 +34,17 @@ def check_sampling(
     max_new_tokens: int = 1, temperature: float = 0.0, top_p: float = 1.0, seed: int | None = None
 ) -> None:
     """Raise ValueError, in a sentence, for values that no model takes."""
-    for name, value, kind in (
-        ("max_new_tokens", max_new_tokens, Integral),
-        ("temperature", temperature, Real),
-        ("top_p", top_p, Real),
-        ("seed", seed, Integral | None),
+    for name, value, kind, example in (
+        ("max_new_tokens", max_new_tokens, Integral, 256),
+        ("temperature", temperature, Real, 0.7),
+        ("top_p", top_p, Real, 0.9),
+        ("seed", seed, Integral | None, 7),
     ):
         if isinstance(value, bool) or not isinstance(value, kind):
             number = "whole number" if kind is not Real else "number"
-            raise ValueError(f"{name} is {value!r}; it must be a {number}: pass it without quotes.")
+            quoted = isinstance(value, str) and value.strip().isdecimal()
+            way = "pass it without quotes" if quoted else f"pass one such as {example}"
+            raise ValueError(f"{name} is {value!r}; it must be a {number}: {way}.")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
     if not 0 <= temperature <= _MAX_TEMPERATURE:

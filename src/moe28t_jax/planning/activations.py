@@ -95,22 +95,22 @@ def _training_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work) ->
 
 
 def _returned_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
-    """Where experts may be repeated: room for the gradient of one matrix of one expert from every device."""
+    """Where experts may be repeated: the gradient of one matrix of one expert that arrives, room for it, and a sum."""
     moe, ranks = config.moe, axes["expert"] * axes["tensor"]
     assert moe is not None
     _, repeated = expert_rows(moe, ranks, work.group_tokens)
     width = moe.latent_size or config.hidden_size
-    return ranks * width * moe.intermediate_size * ACTIVATION_BYTES if repeated else 0
+    return width * moe.intermediate_size * (2 * ACTIVATION_BYTES + FLOAT32) if repeated else 0
 
 
 def _indexer_loss(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
-    """Attention scores of one row's queries, which lie over `tensor`, of all heads to all keys; of long rows to the
-    selected keys, which are gathered for each query."""
+    """Attention scores of one row's queries, which lie over `tensor`: of one head to all keys, their exponentials and
+    the sum over heads; of long rows those of all heads to the selected keys, which are gathered for each query."""
     mla, dsa = config.mla, config.dsa
     assert mla is not None and dsa is not None
     pieces = axes["context"] * axes["tensor"]
     keys = min(work.context, DENSE_KEYS_PER_SELECTED * dsa.top_k)
-    dense = ceil_div(keys, pieces) * mla.num_heads * keys * FLOAT32
+    dense = 3 * ceil_div(keys, pieces) * keys * FLOAT32
     if keys == work.context:
         return dense
     row = dsa.top_k * (mla.num_heads * FLOAT32 + mla.latent_dim * ACTIVATION_BYTES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from moe28t_jax.planning.plan import Plan, gigabytes
 from moe28t_jax.planning.roofline import BOUNDS
@@ -23,12 +23,12 @@ def print_plan(plan: Plan) -> None:
         highlight=False,
     )
     device = plan.per_device
-    memory = Table("memory of a device", "bytes", "share of the limit")
+    memory = _table("memory of a device", "bytes", "share of the limit")
     for name in ("weights", "state", "activations", "total", "limit"):
         value = getattr(device, name)
         memory.add_row(name, f"{value:,}", f"{value / device.limit:.1%}")
     console.print(memory)
-    time = Table("least time of a step", "milliseconds")
+    time = _table("least time of a step", "milliseconds")
     for name in BOUNDS:
         label = _BOUND_WORDS[name] + (" (the bound)" if name == plan.bound else "")
         time.add_row(label, f"{getattr(plan.step.cost, name) * 1e3:,.3f}")
@@ -49,3 +49,8 @@ def print_plan(plan: Plan) -> None:
         f"estimate of what the compiler will need; {gigabytes(device.limit)} is what it lets a program use.",
         highlight=False,
     )
+
+
+def _table(*heads: str) -> Table:
+    # In a narrow terminal digits go on in the next line: a number that is cut is another one.
+    return Table(*(Column(head, overflow="fold") for head in heads))

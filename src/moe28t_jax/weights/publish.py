@@ -115,7 +115,14 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _lock(path: Path, folder: Path) -> int:
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise
+            raise CheckpointError(
+                f"{str(folder)!r} cannot be written ({error.strerror}, beside it too); choose another folder."
+            ) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):

@@ -15,8 +15,8 @@ COLLECTIVES = (
 ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
 REPEATED = "fetch_experts"
 """The scope of collectives that move experts which a device repeats."""
-COMBINE = "/moe_combine/"
-"""The scope of collectives that return what experts made."""
+DISPATCH, COMBINE = "/moe_dispatch/", "/moe_combine/"
+"""The scopes of collectives that send tokens to experts, and return what these made."""
 SELECTION = "/merge_shards/"
 """The scope of collectives that move candidates of index selection to whom they are merged by."""
 
@@ -94,10 +94,13 @@ def sent_bytes(
         # What begins it results in a tuple of operands, destination and bookkeeping.
         begins = instruction.opcode.endswith("-start")
         room = named[instruction.operands[1]] if begins else instruction
+        there = min(sent * assumed.copies_share, room.bytes)
         # There are as many copies on the way back, where they are received.
-        if COMBINE in instruction.op_name:
-            return round(min(sent, room.bytes * assumed.copies_share) * others)
-        return round(min(sent * assumed.copies_share, room.bytes) * others)
+        back = min(sent, room.bytes * assumed.copies_share)
+        if DISPATCH in instruction.op_name:
+            return round(there * others)
+        # Compilers for GPUs lose the names of most: the more of both.
+        return round((back if COMBINE in instruction.op_name else max(there, back)) * others)
     if kind in ("reduce-scatter", "all-to-all"):
         return round(operands * others)
     return operands

@@ -15,6 +15,7 @@ from moe28t_jax.planning.chips import chip
 from moe28t_jax.planning.compile.collectives import Assumptions, Collective
 from moe28t_jax.planning.compile.hlo import Module, parse
 from moe28t_jax.planning.compile.minimum import destinations, least_all_to_all_bytes, least_memory_bytes
+from moe28t_jax.planning.compile.topology import GPU_KINDS
 from moe28t_jax.planning.compile.traffic import NOTHING, Share, traffic
 from moe28t_jax.planning.compile.weights import Movement, Weight, movements
 from moe28t_jax.planning.plan import CHUNK, default_batch
@@ -205,6 +206,9 @@ def compile_step(
         assert memory is not None
         arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         peak = memory.peak_memory_in_bytes
+        if mesh.kind in GPU_KINDS:
+            # There, temporaries are one allocation, gaps between them included.
+            peak = max(peak, arguments + temporary)
         text = compiled.as_text() or ""
     done = time.perf_counter()
     if text:
