@@ -137,6 +137,7 @@ def test_logits_do_not_depend_on_how_much_is_prefilled(model, prefill) -> None:
     (([[5, 512]],), r"token_ids holds ids outside 0\.\.511"),
     (([[-1]],), r"token_ids holds ids outside 0\.\.511"),
     ((np.zeros((1, 301), int),), r"token_ids has 301 tokens per row; the context holds 300"),
+    (([[1, 2], [3]],), r"token_ids has rows of different lengths; pad them on the right"),
     (([[1, 2]], [3]), r"lengths is \[3\]; expected 1 integers between 0 and 2"),
     (([[1, 2]], [-1]), r"lengths is \[-1\]; expected 1 integers between 0 and 2"),
     (([[1, 2]], [1, 1]), r"lengths is \[1, 1\]; expected 1 integers"),
@@ -258,7 +259,8 @@ def test_a_prompt_of_several_chunks_gives_what_one_chunk_gives(model) -> None:
 
 @pytest.mark.parametrize(("prompt", "options", "kind", "message"), [
     ("", {}, ValueError, r"The prompt has no tokens; give at least one character or token id"),
-    ([], {}, ValueError, r"The prompt has no tokens"),
+    ([], {}, ValueError, r"The prompt has no tokens and no messages; give at least one token id, or a message"),
+    ("x", {"max_new_tokens": True}, ValueError, r"max_new_tokens is True; it must be a whole number: pass one such"),
     ([512], {}, ValueError, r"Token id 512 is outside the vocabulary of 512 ids"),
     ("x" * 300, {}, ValueError, r"The prompt has 300 tokens and the context holds 300; shorten it or load the model"),
     ("x", {"max_new_tokens": 0}, ValueError, r"max_new_tokens is 0; it must be at least 1"),

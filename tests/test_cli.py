@@ -6,14 +6,19 @@ import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import moe28t_jax as m
 from moe28t_jax import __version__, api, cli
-from moe28t_jax.cli import main
+from moe28t_jax.cli import files, main
+from moe28t_jax.config import shipped_folder
+from moe28t_jax.training.nano import corpus
 from moe28t_jax.weights import declared_values, describe, load_parameters
+
+TRAINED = json.loads((shipped_folder("nano") / "training.json").read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -92,8 +97,12 @@ def test_generate_says_what_is_wrong_with_a_prompt(capsys, folder, tmp_path, mon
     latin.write_bytes("naïve".encode("latin-1"))
     fails(capsys, [*command, "--prompt-file", str(latin)], f"{str(latin)!r} is not UTF-8 text (byte 2)")
     absent = tmp_path / "absent.txt"
-    fails(capsys, [*command, "--prompt-file", str(absent)], f"No such file or directory: {str(absent)!r}")
-    fails(capsys, [*command, "--prompt-file", str(tmp_path)], f"Is a directory: {str(tmp_path)!r}")
+    fails(capsys, [*command, "--prompt-file", str(absent)], f"{str(absent)!r} cannot be read (No such file")
+    fails(
+        capsys,
+        [*command, "--prompt-file", str(tmp_path)],
+        f"{str(tmp_path)!r} cannot be read (Is a directory",
+    )
     fails(capsys, [*command, "--prompt", "x", "--prompt-file", str(latin)], "exclude each other; give one")
 
     class Terminal(io.StringIO):
@@ -225,14 +234,29 @@ def test_convert_replaces_a_checkpoint_only_when_told(capsys, folder, tmp_path) 
     assert len((tmp_path / "target" / "model.safetensors").read_bytes()) > len(before)
 
 
-def test_convert_takes_the_shipped_checkpoint_by_name(capsys, tmp_path) -> None:
-    assert main(["convert", "nano", str(tmp_path / "wide"), "--to", "bfloat16"]) == 0
-    assert m.ModelConfig.from_hf(tmp_path / "wide").expert_quantization is None
+def test_convert_takes_the_shipped_checkpoint_by_name(capsys, monkeypatch, tmp_path) -> None:
+    # Also where a folder of that name lies.
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", "nano", "nano", "--to", "bfloat16"]) == 0
+    assert capsys.readouterr().out.startswith("Wrote ./nano (")
+    assert m.ModelConfig.from_hf(tmp_path / "nano").expert_quantization is None
+    fails(capsys, ["convert", "./nano", str(tmp_path / "nano")], "is the source; choose another folder")
+    assert main(["licence", "nano"]) == 0
+    assert "Apache" in capsys.readouterr().out
 
 
 def test_convert_says_what_is_wrong_and_writes_nothing(capsys, folder, broken, tmp_path) -> None:
     target = tmp_path / "target"
+    (tmp_path / "file").touch()
     fails(capsys, ["convert", str(tmp_path / "absent"), str(target)], "absent")
+    fails(capsys, ["convert", "moe28t", str(target)], "is a preset without weights")
+    fails(capsys, ["convert", folder, "/proc/never"], "'/proc/never' cannot be written, for the folder")
+    fails(
+        capsys,
+        ["convert", str(tmp_path / "file"), str(target)],
+        "is a file, and no .safetensors file; give the",
+    )
+    fails(capsys, ["generate", "--model", "", "--prompt", "x"], "The source is ''; give the path")
     fails(capsys, ["convert", broken, str(target)], "model.safetensors")
     assert not target.exists()
     fails(capsys, ["convert", folder, folder], folder)
@@ -280,7 +304,8 @@ def test_score_leaves_out_what_is_no_text_in_a_folder(capsys, folder, tmp_path) 
     found = json.loads(captured.out)
     assert [file["name"] for file in found["files"]] == [str(tmp_path / "a.txt")]
     assert found["skipped"] == [str(tmp_path / "b.bin"), str(tmp_path / "c.txt")]
-    assert f"skipped {found['skipped'][0]!r}" in captured.err and "it is empty" in captured.err
+    assert f"skipped {found['skipped'][0]!r}: it is not UTF-8 text (byte 0).\n" in captured.err
+    assert f"skipped {found['skipped'][1]!r}: it is empty.\n" in captured.err
     (tmp_path / "a.txt").unlink()
     assert main(["score", str(tmp_path), "--model", folder]) == 2
     assert "No file is text: 2 were skipped" in capsys.readouterr().err
@@ -302,7 +327,7 @@ def test_score_says_what_is_wrong(capsys, folder, tmp_path) -> None:
     fails(capsys, command, "There is nothing to score; name files or folders")
     fails(capsys, [*command, "--heldout"], "--heldout scores the texts that `nano` was not trained on")
     absent = str(tmp_path / "absent.txt")
-    fails(capsys, [*command, absent], f"No such file or directory: {absent!r}")
+    fails(capsys, [*command, absent], f"{absent!r} cannot be read (No such file or directory); name a file")
     binary, empty, long = tmp_path / "binary", tmp_path / "empty", tmp_path / "long"
     binary.write_bytes(b"\xff\xfe")
     fails(capsys, [*command, str(binary)], f"{str(binary)!r} is not UTF-8 text (byte 0); convert it first")
@@ -310,6 +335,16 @@ def test_score_says_what_is_wrong(capsys, folder, tmp_path) -> None:
     fails(capsys, [*command, str(empty)], f"{str(empty)!r} is empty")
     long.write_text("x" * 1025)
     fails(capsys, [*command, str(long)], "has 1025 tokens and the context holds 1024", "split the text")
+
+
+def test_held_out_texts_of_another_python(capsys, monkeypatch) -> None:
+    documents = [corpus.Document("a.py", "x = 1", "0")]
+    for data_hash in (None, "0" * 64):
+        found = corpus.Corpus([], documents, data_hash or TRAINED["data_hash"])
+        monkeypatch.setattr(corpus, "load_corpus", lambda found=found: found)
+        assert files._heldout() == [("a.py", "x = 1")]
+        error = capsys.readouterr().err
+        assert ("not that of Python 3.12.1" in error) == (data_hash is not None)
 
 
 # -- the command itself ------------------------------------------------------------------------------------------
@@ -329,6 +364,12 @@ def test_help_version_and_usage_errors(capsys) -> None:
         (["licence", "x", "--revenue", "-5"], "--revenue: -5 is not an amount from 0 on"),
         (["generate", "--max-new-tokens", "0"], "0 is not a positive whole number"),
         (["generate", "--max-new-tokens", "many"], "many is not a positive whole number"),
+        (
+            ["generate", "--prompt", "-x"],
+            "expected one argument; one that begins with - is written --prompt=VALUE",
+        ),
+        (["licence", "x", "--revenue", "much"], "--revenue: much is not a number"),
+        (["licence", "x", "--monthly-users", "1e3"], "--monthly-users: 1e3 is not a whole number"),
         (["convert", "a"], "target"),
         (["convert", "a", "b", "--to", "int8"], "'int8'"),
     ):
@@ -356,6 +397,14 @@ def test_a_failing_disk_ends_with_status_1(capsys, folder, monkeypatch) -> None:
     monkeypatch.setattr("moe28t_jax.weights.convert", full)
     sentence = "The disk is full, so '/tmp/never-made' was not written; make room"
     fails(capsys, ["convert", folder, "/tmp/never-made"], sentence, status=1)
+
+
+def test_a_disk_without_room_is_said_before_writing(capsys, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
+    needed = f"{m.ModelConfig.preset('nano').parameter_count().stored_bytes:,}"
+    command = ["fake-checkpoint", "--preset", "nano", "--out", str(tmp_path / "x")]
+    fails(capsys, command, f"would take {needed} bytes and the disk has 1,000,000; write it elsewhere")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_fault_of_the_program_is_not_hidden(folder, monkeypatch) -> None:

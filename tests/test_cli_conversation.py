@@ -97,7 +97,7 @@ def test_an_answer_as_json(capsys, shown) -> None:
     assert shown == [prompt_of([says("Hello")], thinking=False)]
 
 
-def test_a_file_of_messages_or_a_request(capsys, shown, tmp_path) -> None:
+def test_a_file_of_messages_or_a_request(capsys, shown, monkeypatch, tmp_path) -> None:
     file, tools = tmp_path / "messages.json", tmp_path / "tools.json"
     tools.write_text(json.dumps(specifications(["calc"])))
     file.write_text(json.dumps([says("one"), {"role": "assistant", "content": "1"}]))
@@ -113,6 +113,7 @@ def test_a_file_of_messages_or_a_request(capsys, shown, tmp_path) -> None:
         "model": "any",
         "stop": ["x"],
         "n": 2,
+        "presence_penalty": 0,
     }
     file.write_text(json.dumps(request), encoding="utf-8-sig")
     capsys.readouterr()
@@ -121,6 +122,8 @@ def test_a_file_of_messages_or_a_request(capsys, shown, tmp_path) -> None:
     limit, _, temperature, top_p, seed, *_ = shown.options[1]
     assert (limit, temperature, top_p, seed) == (7, 0.0, 1.0, 5)
     assert "left out of the request, since it has no effect here: n, stop." in capsys.readouterr().err
+    talk(monkeypatch, f"/load {file}")
+    assert "effort high. Left out: max_tokens, n, seed, stop." in capsys.readouterr().err
 
 
 def test_demonstration_tools_are_run_and_the_result_is_shown_to_the_model(capsys, shown) -> None:
@@ -158,7 +161,8 @@ def test_an_interrupted_answer_ends_with_status_130(capsys, shown) -> None:
     (["--prompt", "x", "--effort", "low"], ("--effort belongs to a conversation", "--chat TEXT")),
     (["--prompt", "x", "--image", "a.png"], ("--image belongs to a conversation",)),
     (["--prompt", "x", "--demo-tools"], ("--demo-tools belongs to a conversation",)),
-    (["--messages", "{folder}/absent.json"], ("No such file or directory",)),
+    (["--messages", "{folder}/absent.json"], ("absent.json' cannot be read (No such file or directory); name a",)),
+    (["--prompt-file", "{folder}"], ("cannot be read (Is a directory); name a file",)),
     (["--messages", "{folder}/bad.json"], ("is not JSON (line 1, column 2",)),
     (["--messages", "{folder}/deep.json"], ("is nested too deeply",)),
     (["--messages", "{folder}/text.json"], ("holds a str; expected a list of messages",)),
@@ -176,6 +180,8 @@ def test_an_interrupted_answer_ends_with_status_130(capsys, shown) -> None:
     (["--messages", "{folder}/seed.json"], ("seed is -1; it must be a whole number from 0",)),
     (["--messages", "{folder}/robot.json"], ("messages[0].role is 'robot'; expected system",)),
     (["--messages", "{folder}/robot.json", "--image", "a.png"], ("'a.png' cannot be read",)),
+    (["--prompt", "1 2 3 4 5 6", "--max-context", "4"], ("tokens and the context holds 4; shorten it or load",)),
+    (["--chat", "x", "--max-context", "4"], ("tokens and the context holds 4; shorten it or load",)),
 ])  # fmt: skip
 def test_what_cannot_be_asked_is_said_before_loading(
     capsys, shown, monkeypatch, tmp_path, options, parts
@@ -458,7 +464,7 @@ def test_a_character_without_a_form_is_saved_escaped(shown, monkeypatch, tmp_pat
     ("/effort medium", "The effort is 'medium'; it is one of low, high, max, none."),
     ("/undo", "There is no message to take back."),
     ("/save", "Something is missing; write /save FILE."),
-    ("/load /no/such/file", "No such file or directory: '/no/such/file'."),
+    ("/load /no/such/file", "'/no/such/file' cannot be read (No such file or directory); name a file"),
     ("/image a.png", "This model has no image tower"),
     ("/tokens", "There is nothing to count yet."),
 ])  # fmt: skip

@@ -87,6 +87,17 @@ def test_the_others_are_told_of_an_interrupt(capsys, folder, one_of_two, monkeyp
     assert (other.told, other.exits) == (["It was interrupted."], [130])
 
 
+def test_the_others_are_told_that_nobody_reads(capsys, folder, one_of_two, monkeypatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        other = one_of_two(0)
+        main(["generate", "--model", folder, "--prompt", "hello", "--max-new-tokens", "6"])
+    assert (other.told, other.exits) == (["Nobody reads its output any more."], [141])
+    assert capsys.readouterr().err == ""
+
+
 def test_one_process_reads_standard_input_for_all(capsys, folder, one_of_two, monkeypatch) -> None:
     def of_first(read):
         assert read() == "what a launcher gave the first one"

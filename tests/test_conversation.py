@@ -80,12 +80,25 @@ def test_the_prompt_is_the_rendered_conversation(model, script, options, rendere
 
 def test_a_whole_request_is_read_and_options_beside_it_add_to_it(model, script) -> None:
     shown = script([("x", False)])
-    body = {"messages": HELLO, "tools": TOOLS, "reasoning_effort": "low", "temperature": 0.3}
+    body = {
+        "messages": HELLO,
+        "tools": TOOLS,
+        "reasoning_effort": "low",
+        "model": "any",
+        "n": 1,
+        "stop": None,
+    }
     model.generate(body)
     assert shown[0][0] == encode(model.tokenizer, render(HELLO, tools=TOOLS, thinking_effort="low"))
     model.generate({"messages": HELLO}, tools=TOOLS, effort="low")
     assert shown[1][0] == shown[0][0]
-    assert body == {"messages": HELLO, "tools": TOOLS, "reasoning_effort": "low", "temperature": 0.3}
+    assert body == {
+        "messages": HELLO, "tools": TOOLS, "reasoning_effort": "low", "model": "any", "n": 1, "stop": None
+    }  # fmt: skip
+    for ask in (model.generate, lambda body: list(model.stream(body))):
+        with pytest.warns(UserWarning, match=r"no effect there: n, stop, temperature\. \(max_new"):
+            ask({**body, "temperature": 0.3, "n": 2, "stop": ["x"]})
+    assert shown[-1][0] == shown[0][0]
 
 
 @pytest.mark.parametrize(("prompt", "options", "message"), [

@@ -62,6 +62,29 @@ def test_the_printed_tables_name_the_facts(small_checkpoint, capsys, monkeypatch
     assert "plain" in text and "20 kda, 7 mla" in text and "index heads" not in text
 
 
+def test_an_orbax_folder_is_told_apart(small_checkpoint, tmp_path, capsys, monkeypatch) -> None:
+    shutil.copy(small_checkpoint / "config.json", tmp_path)
+    (tmp_path / "orbax.json").write_text("{}")
+    report = describe_model(str(tmp_path))
+    size = sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert report.to_json()["orbax_bytes"] == size and not report.tensors
+    monkeypatch.setenv("COLUMNS", "160")
+    report.print(tensors=True)
+    text = capsys.readouterr().out
+    assert (
+        "bytes of this Orbax folder" in text and f"{size:,}" in text and "stored bytes, in the public" in text
+    )
+    assert "holds Orbax items, one per layer" in text
+
+
+def test_no_digit_is_cut_in_a_narrow_terminal(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    report = describe_model("moe28t")
+    report.print()
+    text = capsys.readouterr().out
+    assert "…" not in text and "2,780,110,363,392"[:8] in text
+
+
 def test_what_cannot_be_described_is_refused(tmp_path) -> None:
     with pytest.raises(
         ValueError, match=r"'abcent' is neither a folder nor a file, and no preset; the presets are"

@@ -37,6 +37,8 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 _LARGEST_GROUP = 8
 _RANKED_BYTES = 8 * 2**20
 """About the size of the scores that are ranked at once."""
+_MERGED_BYTES = 64 * 2**20
+"""About the size of the candidates of all shards that are brought together at once."""
 
 
 def merge_candidates(scores_BQN: Array, indices_BQN: Array, top_k: int) -> tuple[Array, Array]:
@@ -234,8 +236,16 @@ def select(
             gather = functools.partial(
                 jax.lax.all_gather, axis_name=axis_name, axis=2, tiled=True, to="invarying"
             )
-            _, indices = merge_candidates(gather(scores), gather(indices), top_k)
-            return ascending(indices)
+
+            def merge(part: tuple[Array, Array]) -> Array:
+                return ascending(merge_candidates(gather(part[0]), gather(part[1]), top_k)[1])
+
+            # Candidates of all devices, a few queries at a time.
+            block = max(1, _MERGED_BYTES // (scores.shape[0] * shards * top_k * 2 * scores.dtype.itemsize))
+            if queries <= block:
+                return merge((scores, indices))
+            parts = key_rows.split_queries(scores, block, 0), key_rows.split_queries(indices, block, 0)
+            return key_rows.join_queries(jax.lax.map(merge, parts), queries)
 
 
 def _scores_of_rows(

@@ -136,6 +136,9 @@ def _masked_attention(
     batch, keys, _ = kv_BSC.shape
     queries, heads = q_BQHC.shape[1:3]
     block = max(1, min(queries, _SCORE_BYTES // (batch * heads * keys * dtype.itemsize)))
+    # Here and not in the loop, whose gradients of what it shares are added up block by block in that array's dtype: a
+    # sum of bfloat16 stops growing after a few hundred terms.
+    kv_BSC = kv_BSC.astype(dtype)
 
     @jax.checkpoint
     def attend(part: tuple[Array, Array, Array]) -> tuple[Array, Array]:
@@ -146,7 +149,7 @@ def _masked_attention(
             t = jnp.arange(rows.shape[1], dtype=rows.dtype)[None, :, None]
             selected_BQS = jnp.zeros((batch, rows.shape[1], keys), bool).at[b, t, one].set(True, mode="drop")
             used_BS1 = jnp.any(selected_BQS, axis=1)[..., None]
-        kv = jnp.where(used_BS1, kv_BSC, jnp.zeros((), kv_BSC.dtype)).astype(dtype)
+        kv = jnp.where(used_BS1, kv_BSC, jnp.zeros((), dtype))
         # Another query's row may not be finite.
         kv, poison_BS = key_rows.finite_rows(kv)
         with jax.named_scope("logits"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,13 @@ from moe28t_jax.conversation import (
     GenerationChunk,
     Prompt,
     Usage,
+    encode_text,
     finished,
     is_conversation,
-    left_out,
     prepare_conversation,
     prepare_images,
     read_conversation,
+    warn_of_left_out,
 )
 from moe28t_jax.engine import Steps, check_generation, generate_ids
 from moe28t_jax.model.parameters import Parameters
@@ -150,13 +150,7 @@ class Model:
         prompt = self._prompt(
             prompt_or_messages, effort, tools, images, thinking, tool_choice, response_format
         )
-        if unread := left_out(prompt_or_messages):
-            warnings.warn(
-                f"Left out of the request, since it has no effect there: {', '.join(unread)}. (max_new_tokens, "
-                "temperature, top_p and seed are given beside it.)",
-                skip_file_prefixes=(__file__,),
-                stacklevel=2,
-            )
+        warn_of_left_out(prompt_or_messages)
         is_text = prompt.request is None
         if max_new_tokens is None:
             max_new_tokens = TEXT_TOKENS if is_text else CONVERSATION_TOKENS
@@ -312,18 +306,12 @@ class Model:
                     f"The prompt is {ids.dtype} of shape {ids.shape}; give a text or one row of whole-number token ids."
                 )
             return [int(token) for token in ids]
-        try:
-            prompt.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"The prompt is not Unicode text (character {error.start} has no UTF-8 form); correct it first."
-            ) from None
         if self.tokenizer is None:
             raise ValueError(
                 f"This checkpoint folder has no {TOKENIZER_FILE}, so text cannot be read; pass token ids or "
                 "add the file."
             )
-        return self.tokenizer.encode(prompt)
+        return encode_text(prompt, self.tokenizer)
 
 
 def _features_of(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from moe28t_jax.chat import (
@@ -102,6 +104,17 @@ def is_conversation(prompt: Any) -> bool:
     return isinstance(prompt, list | tuple) and any(isinstance(item, Mapping) for item in prompt)
 
 
+def encode_text(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of a text to continue. Raises ValueError where it holds what is no Unicode."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"The prompt is not Unicode text (character {error.start} has no UTF-8 form); correct it first."
+        ) from None
+    return tokenizer.encode(prompt)
+
+
 def read_conversation(
     messages: Any,
     effort: str | None = None,
@@ -152,9 +165,21 @@ def left_out(request: Any, read: Collection[str] = ()) -> list[str]:
     asking = (
         name
         for name, value in request.items()
-        if name not in known and value is not None and not (name in _IDLE_VALUES and value == _IDLE_VALUES[name])
+        if name not in known
+        and value is not None
+        and not (name in _IDLE_VALUES and value == _IDLE_VALUES[name])
     )
     return sorted(map(str, asking))
+
+
+def warn_of_left_out(request: Any) -> None:
+    """A UserWarning, where the package was called, that names what :func:`left_out` finds."""
+    if unread := left_out(request):
+        warnings.warn(
+            f"Left out of the request, since it has no effect there: {', '.join(unread)}. (max_new_tokens, "
+            "temperature, top_p and seed are given beside it.)",
+            skip_file_prefixes=(str(Path(__file__).parent),),
+        )
 
 
 def with_images(messages: Any, images: Any) -> Any:

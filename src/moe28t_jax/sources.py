@@ -179,9 +179,8 @@ def resolve(source: str | Path) -> Source:
             f"No such file or directory: {text!r}; give the path of a checkpoint, or 'nano' for the model that comes "
             "with the package."
         )
-    if folder.is_file() and folder.name != CONFIG_FILE and not folder.name.endswith(_FILES):
+    if folder.is_file() and folder.suffix != ".safetensors":
         raise ValueError(
-            f"{text!r} is a file and no checkpoint, which is a folder or one file that ends in {_FILES[0]}; give one of "
-            "them."
+            f"{text!r} is a file, and no .safetensors file; give the folder of a checkpoint or such a file."
         )
     return Source(text, folder, None)

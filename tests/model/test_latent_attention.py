@@ -126,3 +126,27 @@ def test_the_form_follows_the_number_of_queries(monkeypatch) -> None:
     expanded = f"f32[{BATCH},{KEYS},{HEADS},{NOPE}]"
     assert expanded not in program(module.EXPAND_FROM_QUERIES - 1)
     assert expanded in program(module.EXPAND_FROM_QUERIES)
+
+
+def test_gradients_over_many_tiles_are_added_up_in_float32(monkeypatch) -> None:
+    """A sum of bfloat16 stops growing at 256 times its terms: here 600 tiles of equal weight."""
+    monkeypatch.setattr(module, "_SCORE_BUDGET", 1)
+    keys = 600 * 128
+    rng = np.random.default_rng(6)
+    shapes = [(1, 1, 1, 2), (1, 1, 1, 2), (1, keys, 4), (1, 2, 2), (1, 2, 2)]
+    near_one = [1 + 0.05 * rng.standard_normal(shape) for shape in shapes]
+    arrays = tuple(jnp.asarray(x, jnp.bfloat16) for x in near_one)
+
+    def gradient(arrays):
+        def loss(arrays):
+            position = jnp.full((1, 1), keys - 1, jnp.int32)
+            o, logsumexp = module.attend_to_latents(*arrays, positions_BT=position, scale=1.0, expand=True)
+            return jnp.sum(o, dtype=jnp.float32) + jnp.sum(logsumexp)
+
+        return jax.jit(jax.grad(loss))(arrays)
+
+    expected, found = (gradient(each) for each in (tuple(x.astype(jnp.float32) for x in arrays), arrays))
+    for name, a, b in zip(("q_nope", "q_rope", "latent", "up_k", "up_v"), found, expected, strict=True):
+        assert a.dtype == jnp.bfloat16
+        if name != "latent":
+            np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=0.03, atol=0.03, err_msg=name)

@@ -18,7 +18,7 @@ from moe28t_jax.engine import Steps, generate_ids
 from moe28t_jax.engine import steps as engine_steps
 from moe28t_jax.model import abstract, initialize
 from moe28t_jax.model.parameters import Parameters
-from moe28t_jax.model.vision import MAX_SCORES, encode_images, encode_prepared, padded_patches
+from moe28t_jax.model.vision import MAX_SCORES, _attend, encode_images, encode_prepared, padded_patches
 from tests.model.conftest import DATA
 
 VISION = VisionConfig(
@@ -398,3 +398,22 @@ def test_two_devices_with_sharded_parameters_give_the_same() -> None:
         timeout=300,
     )
     assert result.returncode == 0 and result.stdout == "same\n", result.stderr[-2000:]
+
+
+def test_gradients_of_many_queries_are_added_up_in_float32() -> None:
+    """A sum of bfloat16 stops growing at 256 times its terms: here a block of one query after the other."""
+    patches = 700
+    x = 1 + 0.1 * np.random.default_rng(7).standard_normal((3, 1, patches, 1, 4))
+    q, k, v = (jnp.asarray(each, jnp.bfloat16) for each in x)
+    valid = jnp.arange(patches)[None] < 4
+
+    def gradient(q: Any, k: Any, v: Any) -> Any:
+        return jax.jit(
+            jax.grad(lambda k, v: jnp.sum(_attend(q, k, v, valid, 1), dtype=jnp.float32), argnums=(0, 1))
+        )(k, v)
+
+    expected = gradient(*(each.astype(jnp.float32) for each in (q, k, v)))
+    for a, b in zip(gradient(q, k, v), expected, strict=True):
+        assert a.dtype == jnp.bfloat16
+        np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=0.03, atol=0.3)
+    assert float(jnp.max(expected[1])) > 150

@@ -29,6 +29,8 @@ from pallas_kernels.index_select import tpu, xla
 
 examples, interpreted, shard_counts = int(sys.argv[1]), sys.argv[2] == "tpu", eval(sys.argv[3])
 B, Q, H, D, S, TOP_K, PAGE = 2, 3, 2, 8, 128, 12, 8
+# Candidates of eight shards are brought together for two queries at a time.
+xla._MERGED_BYTES = 2 * B * 8 * TOP_K * 8
 
 @functools.cache
 def program(shards, paged):

@@ -229,6 +229,31 @@ def test_bfloat16_inputs_are_computed_in_float32():
     np.testing.assert_allclose(mixed[0], wide[0], rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_of_many_queries_are_added_up_in_float32(masked, monkeypatch):
+    """A sum of bfloat16 stops growing at 256 times its terms: here one block of one query after the other."""
+    queries, selected = 700, 8
+    monkeypatch.setattr(xla, "_SCORE_BYTES", 1)
+    monkeypatch.setattr(key_rows, "GATHER_BYTES", 1)
+    rng = np.random.default_rng(5)
+    q = jnp.asarray(0.1 * rng.standard_normal((1, queries, 1, 4)), jnp.bfloat16)
+    kv = jnp.asarray(1 + 0.1 * rng.standard_normal((1, selected, 4)), jnp.bfloat16)
+    indices = jnp.broadcast_to(jnp.arange(selected, dtype=jnp.int32), (1, queries, selected))
+
+    def gradient(kv):
+        def loss(kv):
+            o, _ = xla.sparse_attention(q.astype(kv.dtype), kv, indices, 0.5, 4, None, masked)
+            return jnp.sum(o, dtype=jnp.float32)
+
+        return jax.grad(loss)(kv)
+
+    expected = gradient(kv.astype(jnp.float32))
+    assert float(jnp.min(jnp.sum(expected, axis=-1))) > 256
+    found = gradient(kv)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_pages(implementation):
     q, kv, indices, used = random_problem()

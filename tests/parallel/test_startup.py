@@ -403,7 +403,7 @@ class Model:
         print("RESULT", flush=True)
         while True:
             jax.block_until_ready(f(x))
-command.load_model = lambda options: Model()
+command.load_model = lambda *_, **__: Model()
 sys.exit(main(["generate", "--prompt", "x", "--no-echo"]))
 """
 )
@@ -451,3 +451,35 @@ def test_an_error_of_one_process_ends_all(failing: int) -> None:
         error = ended(running[1 - failing])
         assert running[1 - failing].returncode == 1
         assert f"Process {failing} (" in error and "ZeroDivisionError: nobody expected this" in error
+
+
+LEAVING = (
+    COLLECTIVE.partition("def agreed")[0]
+    + """
+import time
+print("RESULT", flush=True)
+if jax.process_index() == 1:
+    sys.exit(1)
+if sys.argv[1] == "slowly":
+    time.sleep(3)
+    sys.exit(0)
+while True:
+    jax.block_until_ready(f(x))
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("manner", ["never", "slowly"])
+def test_a_process_that_leaves_the_others_waits_and_says_so(manner: str) -> None:
+    environment = [values | {"MOE28T_TIMEOUT": "10"} for values in launched(2, "moe28t")]
+    with started(LEAVING, 2, [[manner]] * 2, environment) as running:
+        for process in running:
+            result(process)
+        errors = [ended(process) for process in running]
+        if manner == "slowly":
+            assert [process.returncode for process in running] == [0, 1] and errors == ["", ""], errors
+        else:
+            assert [process.returncode for process in running] == [1, 1], errors
+            assert "it ended, and process 0 (" in errors[1] and "MOE28T_TIMEOUT" in errors[1]
+            assert "Process 1 (" in errors[0] and "did not within 10 s" in errors[0]

@@ -45,6 +45,16 @@ def test_a_mesh_file_brings_its_defaults(capsys: pytest.CaptureFixture[str]) -> 
     assert plan(capsys, *small, "--chunk", "1024")["seconds"] != plan(capsys, *small)["seconds"]
 
 
+def test_a_chunk_beyond_the_context_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for where in (["--mesh", "h200-16"], ["--chips", "h200:16"]):
+        options = ["--phase", "prefill", "--context", "4096", "--chunk", "4097"]
+        assert main(["plan", *where, *options]) == 2
+        assert (
+            "--chunk 4097 is more than the 4096 tokens of --context; make it no larger."
+            in capsys.readouterr().err
+        )
+
+
 @pytest.mark.parametrize("name", ["tpu7x-4x4x2", "v6e-16x16", "v5p-8x8x16"])
 @pytest.mark.parametrize("phase", ["prefill", "decode", "train"])
 def test_both_commands_answer_for_the_same_rows(

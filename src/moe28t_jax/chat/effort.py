@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moe28t_jax.chat.strict_json import expect_object, fail, show
+from moe28t_jax.chat.strict_json import fail, show
 
 EFFORTS = ("low", "high", "max")
 THINKING_FIELDS = (
@@ -11,6 +11,11 @@ THINKING_FIELDS = (
     "chat_template_kwargs",
 )  # fmt: skip
 """Fields of a request that say whether and how much to think."""
+_EXAMPLES = {
+    "thinking": '{"type": "disabled"}',
+    "reasoning": '{"effort": "high"}',
+    "chat_template_kwargs": '{"thinking": false}',
+}
 _MAY_BE_NONE = ("effort", "reasoning.effort", "reasoning_effort")
 
 
@@ -97,4 +102,6 @@ def _agreed[T](values: Mapping[str, T], default: T) -> T:
 
 
 def _or_empty(value: Any, where: str) -> Mapping[str, Any]:
-    return {} if value is None else expect_object(value, where)
+    if value is not None and not isinstance(value, Mapping):
+        fail(where, value, "an object", f"pass one such as {_EXAMPLES[where]}")
+    return value or {}

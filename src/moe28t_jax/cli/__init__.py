@@ -161,14 +161,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"moe28t {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
 
-    json_option = argparse.ArgumentParser(add_help=False)
+    json_option = _Parser(add_help=False)
     json_option.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    settings = argparse.ArgumentParser(add_help=False)
+    settings = _Parser(add_help=False)
     settings.add_argument(
         "--set", action="append", metavar="NAME=VALUE",
         help="override a configuration field, for example dsa.top_k=1024; may be repeated",
     )  # fmt: skip
-    loaded = argparse.ArgumentParser(add_help=False)
+    loaded = _Parser(add_help=False)
     loaded.add_argument(
         "--model", default="nano", help="checkpoint folder, s3:// or gs:// address, or nano (default)"
     )
@@ -199,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
         "--programs", type=Path, metavar="FOLDER",
         help="keep compiled programs there and use those that are there, as moe28t compile --save kept them",
     )  # fmt: skip
-    sampled = argparse.ArgumentParser(add_help=False)
+    sampled = _Parser(add_help=False)
     sampled.add_argument(
         "--max-new-tokens", type=_positive, metavar="TOKENS",
         help="end after so many; default 256 for a text and 4096 for an answer, reasoning included",
@@ -207,7 +207,7 @@ def _parser() -> argparse.ArgumentParser:
     sampled.add_argument("--temperature", type=float, help="0 (default) is greedy")
     sampled.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this mass; default 1")
     sampled.add_argument("--seed", type=int, help="makes sampling repeatable")
-    talk = argparse.ArgumentParser(add_help=False)
+    talk = _Parser(add_help=False)
     talk.add_argument("--system", metavar="TEXT", help="a system message at the start of the conversation")
     talk.add_argument(
         "--effort", choices=EFFORTS, help="how much to think; default max; none answers without reasoning"
@@ -223,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
         run: Callable[[argparse.Namespace], int],
         summary: str,
         examples: Sequence[str],
-        *parents: argparse.ArgumentParser,
+        *parents: _Parser,
     ) -> argparse.ArgumentParser:
         command = commands.add_parser(
             name, parents=parents, help=summary, description=f"{summary[0].upper()}{summary[1:]}.",

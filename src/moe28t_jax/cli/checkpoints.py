@@ -70,8 +70,8 @@ def _check_room(options: argparse.Namespace, config: Any) -> None:
     free = shutil.disk_usage(folder).free if folder.is_dir() else needed
     if free < needed:
         fail(
-            f"{str(options.target)!r} would take {needed:,} bytes and the disk has {free:,}; write it elsewhere, or less "
-            "of the model with --layers and --experts."
+            f"{str(options.target)!r} would take {needed:,} bytes and the disk has {free:,}; write it elsewhere, or "
+            "less of the model with --layers and --experts."
         )
 
 
@@ -111,7 +111,8 @@ def _no_dtype(options: argparse.Namespace) -> None:
 def add_convert_options(command: argparse.ArgumentParser) -> None:
     """The options of `moe28t convert`."""
     command.add_argument(
-        "source", help="checkpoint folder or file, Orbax folder, or nano (the shipped model; ./nano is a folder)"
+        "source",
+        help="checkpoint folder or file, Orbax folder, or nano (the shipped model; ./nano is a folder)",
     )
     command.add_argument("target", help="folder to write")
     command.add_argument(

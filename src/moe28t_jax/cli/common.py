@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -84,8 +85,9 @@ def progress_display(*columns: Any, transient: bool = False) -> Progress:
     )
 
 
-def load_model(options: argparse.Namespace) -> Any:
-    """The model that `--model`, `--dtype`, `--max-context` and `--set` name, with a progress bar on a terminal."""
+def load_model(options: argparse.Namespace, check: Callable[[Any, Any], None] | None = None) -> Any:
+    """The model that `--model`, `--dtype`, `--max-context` and `--set` name, with a progress bar on a terminal. `check`
+    is given its configuration and its tokenizer, or None, before weights are read."""
     from moe28t_jax.parallel.startup import initialize_distributed
 
     # Every process of a program on several hosts runs the same command; the first one speaks for all.
@@ -103,7 +105,11 @@ def load_model(options: argparse.Namespace) -> Any:
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
     from moe28t_jax.api import load
+    from moe28t_jax.sources import resolve
 
+    if check is not None:
+        found = resolve(options.model)
+        check(found.config(overrides(options)), found.tokenizer())
     mesh = None
     if options.mesh is not None:
         from moe28t_jax.parallel import load_mesh_file, make_mesh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moe28t_jax.chat.effort import THINKING_FIELDS
@@ -47,11 +47,15 @@ def run_generate(options: argparse.Namespace) -> int:
 def _continue(options: argparse.Namespace) -> int:
     prompt = _prompt(options)
     check_sampling(sampling(options))
-    model = load_model(options)
+
+    def token_ids(tokenizer: Any, _: Any) -> list[int]:
+        from moe28t_jax.conversation import encode_text
+
+        return encode_text(prompt, tokenizer)
+
+    model = load_model(options, _fits(options, token_ids))
     clock, text, result = Clock(), [], None
     show = not options.json
-    if model.tokenizer is None:
-        fail("This checkpoint folder has no tiktoken.model, so text cannot be read; put that file there.")
     if sys.stderr.isatty():
         remark("The first token takes a while: the model is compiled.")
     if show and not options.no_echo:
@@ -75,6 +79,21 @@ def _continue(options: argparse.Namespace) -> int:
         print(flush=True)
         remark(summary(result, clock))
     return 0
+
+
+def _fits(
+    options: argparse.Namespace, encode: Callable[[Any, Any], Sequence[int]]
+) -> Callable[[Any, Any], None]:
+    """What is known of a prompt from a model's configuration and tokenizer, before its weights are read."""
+
+    def check(config: Any, tokenizer: Any) -> None:
+        from moe28t_jax.engine import check_generation
+
+        if tokenizer is None:
+            fail("This checkpoint folder has no tiktoken.model, so text cannot be read; put that file there.")
+        check_generation(config, encode(tokenizer, config), 1, max_context=options.max_context)
+
+    return check
 
 
 def _prompt(options: argparse.Namespace) -> str:
@@ -105,8 +124,16 @@ def _answer(options: argparse.Namespace) -> int:
     request = _without_left_out(request)
     _check(request, options.image or [])
     messages = request.pop("messages")
+
+    def token_ids(tokenizer: Any, config: Any) -> list[int]:
+        from moe28t_jax.conversation import prepare_conversation, read_conversation
+
+        return prepare_conversation(
+            read_conversation({**request, "messages": messages}), tokenizer, config
+        ).token_ids
+
     # Everything about the request is known to be right before the much longer loading begins.
-    model = load_model(options)
+    model = load_model(options, _fits(options, token_ids))
     printer = None if options.json else Printer()
     turns: list[Any] = []
 

@@ -152,9 +152,7 @@ def _number(text: str, kind: Any) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text} is not a {'whole ' if kind is int else ''}number"
-        ) from None
+        raise argparse.ArgumentTypeError(f"{text} is not a {'whole ' if kind is int else ''}number") from None
 
 
 def _amount(text: str) -> float:

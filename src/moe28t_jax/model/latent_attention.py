@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe28t_jax.model.numerics import compute_dtype, head_product
+from moe28t_jax.model.numerics import compute_dtype, head_product, widened
 
 # Scores held at once, in elements: 4 MiB of float32, which stay in a CPU's cache. Far larger temporaries also
 # cost a CPU more in page faults than in arithmetic, because the allocator returns them after every call.
@@ -59,15 +59,19 @@ def attend_to_latents(
         expand = queries >= EXPAND_FROM_QUERIES
     if not expand:
         absorbed = head_product("BTHN,HNL->BTHL", q_nope_BTHN, up_k_HNL).astype(q_nope_BTHN.dtype)
-        q_BTHC = jnp.concatenate([absorbed, q_rope_BTHR], axis=-1)
+        shared = (jnp.concatenate([absorbed, q_rope_BTHR], axis=-1),)
     else:
         # One product per tile gives whole scores; the transposed queries serve all tiles.
         q_BHTD = jnp.concatenate([q_nope_BTHN, q_rope_BTHR], axis=-1).transpose(0, 2, 1, 3)
+        shared = (q_BHTD, up_k_HNL, up_v_HVL)
+    narrow = widened(shared)
 
     def tile_scores(tile_BSC):
         if not expand:
+            [q_BTHC] = narrow()
             # Whole rows serve as values, and the result is cut: cutting the tile would copy it.
             return head_product("BTHC,BSC->BHTS", q_BTHC, tile_BSC), tile_BSC
+        q_BHTD, up_k_HNL, up_v_HVL = narrow()
         latent_BSL, k_rope_BSR = tile_BSC[..., :rank], tile_BSC[..., rank:]
         k_BSHN = head_product("BSL,HNL->BSHN", latent_BSL, up_k_HNL).astype(tile_BSC.dtype)
         v_BSHV = head_product("BSL,HVL->BSHV", latent_BSL, up_v_HVL).astype(tile_BSC.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -12,6 +13,18 @@ from jaxtyping import Array, Float, Int
 def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """float32 for narrower types, float64 for float64: what reductions, gates and routers compute in."""
     return jnp.dtype(jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32)
+
+
+def widened(arrays: Sequence[Array]) -> Callable[[], tuple[Array, ...]]:
+    """A function that gives these arrays again, for the body of a scan or map that reads them at every step.
+
+    The gradient of what such a body closes over is added up step by step in the array's own dtype, and a sum of
+    bfloat16 stops growing after a few hundred terms. What is closed over here is float32 (float64), so that the sum is;
+    it is exactly the narrower array again.
+    """
+    wide = tuple(x.astype(compute_dtype(x.dtype)) for x in arrays)
+    dtypes = tuple(x.dtype for x in arrays)
+    return lambda: tuple(x.astype(dtype) for x, dtype in zip(wide, dtypes, strict=True))
 
 
 def linear(x: Float[Array, "*batch n"], weight: Float[Array, "n m"]) -> Float[Array, "*batch m"]:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe28t_jax.config import ModelConfig, VisionConfig
-from moe28t_jax.model.numerics import compute_dtype, linear, rms_norm
+from moe28t_jax.model.numerics import compute_dtype, linear, rms_norm, widened
 from moe28t_jax.model.parameters import Group
 
 # Attention scores held at once, over all images and heads; with more, queries are taken in blocks.
@@ -119,7 +119,10 @@ def _attend(
     dtype = compute_dtype(q_IPHK.dtype)
     highest: Any = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": dtype}
 
+    keys_and_values = widened((k_IPHK, v_IPHK))
+
     def block(q_IQHK: Array) -> Array:
+        k_IPHK, v_IPHK = keys_and_values()
         scores_IHQP = jnp.einsum("iqhk,iphk->ihqp", q_IQHK, k_IPHK, **highest) * head_dim**-0.5
         # Finite, so that an image without any patch gives numbers, which are then replaced by zeros.
         scores_IHQP = jnp.where(valid_IP[:, None, None, :], scores_IHQP, jnp.finfo(dtype).min)

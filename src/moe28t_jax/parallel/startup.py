@@ -81,6 +81,11 @@ def initialize_distributed(
 
 def _leave(watch: Watch) -> None:
     """The end of this process: with the others, unless an error ends it; they have been told, and do not come."""
+    import jax
+
+    late = "" if watch.failed else watch.leave()
+    if late:
+        print(f"This process waited for the others: {late}", file=sys.stderr)
     if watch.failed:
         _flush()
         os._exit(1)

@@ -102,6 +102,8 @@ class Watch:
         self._closed = threading.Event()
         self._gone = threading.Event()
         self._lines: dict[int, _Line] = {}
+        self._left: set[int] = set()
+        self._leaving = threading.Condition()
         self._hosts: dict[int, str] = {process: socket.gethostname()}
         self._hook = sys.excepthook
         self.failed = False
@@ -208,15 +210,19 @@ class Watch:
             try:
                 message = line.receive(self._timeout)
             except TimeoutError:
-                self._died(
-                    f"{name} has given no sign of life for {self._timeout:g} s; this process ends too."
-                )
+                if number not in self._left:
+                    self._died(
+                        f"{name} has given no sign of life for {self._timeout:g} s; this process ends too."
+                    )
                 return
             if message is None:
-                self._died(f"{name} is gone: it was killed or its host failed; this process ends too.")
+                if number not in self._left:
+                    self._died(f"{name} is gone: it was killed or its host failed; this process ends too.")
                 return
             if "bye" in message:
-                return
+                with self._leaving:
+                    self._left.add(number)
+                    self._leaving.notify_all()
             if "failed" in message:
                 self._died(f"{name} ended with an error: {message['failed']} This process ends too.")
                 return
@@ -250,6 +256,29 @@ class Watch:
         self._say(failed=sentence)
         self.failed = True
         self._closed.set()
+
+    def leave(self) -> str:
+        """Wait until all processes end, at most `timeout` seconds. Empty where they do; otherwise a sentence, which the
+        others are told: one of them may wait for this process in a collective."""
+        if self._closed.is_set():
+            return ""
+        if self._process != 0:
+            self._say(bye=True)
+        with self._leaving:
+            together = self._leaving.wait_for(lambda: self._lines.keys() <= self._left, self._timeout)
+        if together:
+            # The first process knows when all have come, and lets them go.
+            if self._process == 0:
+                self._say(bye=True)
+            self._closed.set()
+            return ""
+        late = min(self._lines.keys() - self._left)
+        sentence = (
+            f"it ended, and process {late} ({self._hosts.get(late, 'unknown host')}) did not within "
+            f"{self._timeout:g} s; set MOE28T_TIMEOUT to more seconds where processes end that far apart."
+        )
+        self.fail(sentence)
+        return sentence
 
     def close(self) -> None:
         """Take leave: the others go on without watching this process."""

@@ -87,20 +87,22 @@ def _training_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work) ->
             for division, amount in part.items()
         )
         attention, mlp = layer_bytes(config, kind, axes, work)
-        if kind[1] == "moe":
-            mlp += _returned_bytes(config, axes, work)
         loss = _indexer_loss(config, axes, work) if kind[0] == "dsa" else 0
         live.append(copies + max(attention, mlp, loss))
-    return 2 * (stream + max(live))
+    return 2 * (stream + max(live)) + _expert_gradients(config, axes, work)
 
 
-def _returned_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
-    """Where experts may be repeated: the gradient of one matrix of one expert that arrives, room for it, and a sum."""
+def _expert_gradients(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:
+    """In float32: gradients of one layer's experts, also of those that a device may repeat for others; and the masters
+    of `down`, whose stack the compiler keeps a second time for its loops, turned (read from the one program so far)."""
     moe, ranks = config.moe, axes["expert"] * axes["tensor"]
-    assert moe is not None
+    if moe is None:
+        return 0
+    held = max(1, moe.num_experts // ranks)
     _, repeated = expert_rows(moe, ranks, work.group_tokens)
-    width = moe.latent_size or config.hidden_size
-    return width * moe.intermediate_size * (2 * ACTIVATION_BYTES + FLOAT32) if repeated else 0
+    matrix = (moe.latent_size or config.hidden_size) * moe.intermediate_size * FLOAT32
+    layers = config.mlp_kinds.count("moe")
+    return 3 * (held + repeated) * matrix + ceil_div(layers * held * matrix, axes["data"])
 
 
 def _indexer_loss(config: ModelConfig, axes: Mapping[str, int], work: Work) -> int:

@@ -35,6 +35,7 @@ def plot_plan(plan: Plan, path: str | Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogFormatter, NullLocator
     except ImportError:
         raise ValueError(
             "--plot needs matplotlib; install it: `make dev` in a copy of the repository, or the extra `notebook`."
@@ -57,14 +58,15 @@ def plot_plan(plan: Plan, path: str | Path) -> None:
     memory.axhline(plan.per_device.limit / 1e9, color="black", linestyle="--", label="limit")
     memory.set(title="memory of a device", xlabel="batch (sequences)", ylabel="GB", xscale="log")
     memory.legend()
+    # Below the others, which it often equals.
+    time.plot(x, [each.step.seconds * 1e3 for each in plans], color="0.8", linewidth=6, label="step")
     for name in ("hbm", "flop", "interconnect"):
-        time.plot(x, [getattr(each.step.cost, name) * 1e3 for each in plans], label=name, linestyle=":")
-    time.plot(x, [each.step.seconds * 1e3 for each in plans], color="black", label="step")
+        time.plot(x, [getattr(each.step.cost, name) * 1e3 for each in plans], label=name, linestyle="--")
     time.set(
         title=f"least time of a {plan.phase} step", xlabel="batch (sequences)", ylabel="milliseconds",
         xscale="log", yscale="log",
     )  # fmt: skip
-    time.legend()
+    time.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, frameon=False)
     priced = [(each.batch, each.cost_per_million_tokens) for each in plans if each.cost_per_million_tokens]
     if priced:
         cost.plot([batch for batch, _ in priced], [value for _, value in priced], marker="o")
@@ -74,6 +76,14 @@ def plot_plan(plan: Plan, path: str | Path) -> None:
         xlabel="batch (sequences)",
         ylabel=f"{plan.prices.currency} per million tokens",
     )
+    # Plain numbers in place of powers of ten.
+    for panel in (memory, time, cost):
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_formatter("{x:g}")
+        panel.set_xticks(x, minor=False)
+        panel.xaxis.set_minor_locator(NullLocator())
+    for axis in (time.yaxis, cost.yaxis):
+        axis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
     figure.suptitle(
         f"{plan.model} on {plan.mesh.name} ({plan.mesh.describe_axes()}), context {plan.context:,}"
     )

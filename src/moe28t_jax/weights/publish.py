@@ -121,7 +121,8 @@ def _lock(path: Path, folder: Path) -> int:
             if error.errno == errno.ENOSPC:
                 raise
             raise CheckpointError(
-                f"{str(folder)!r} cannot be written ({error.strerror}, beside it too); choose another folder."
+                f"{str(folder)!r} cannot be written, for the folder that it is in takes no files ({error.strerror}); "
+                "choose another one."
             ) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
