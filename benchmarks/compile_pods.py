@@ -31,9 +31,9 @@ FOUR = ("--set", 'attention_kinds=["kda","dsa","kda","dsa"]', "--set", 'mlp_kind
 @dataclass(frozen=True)
 class Program:
     """One program to compile. name: key of its result. mesh: a mesh file's name, or with `topology` the chip and a mesh
-    of this size (`data`, `expert`, `tensor`), which is made. memory, exchange: how often the least bytes may move in
-    main memory and between devices under uniform routing, checked by tests/compile; None for programs that are compared
-    and not promised.
+    of this size (`data`, `stage`, `expert`, `tensor`), which is made. memory, exchange: how often the least bytes may
+    move in main memory and between devices under uniform routing, checked by tests/compile; None for programs that are
+    compared and not promised.
     copied: bytes of dense weights that may be copied in the layer loop, in all layers together."""
 
     name: str
@@ -43,18 +43,18 @@ class Program:
     exchange: float | None = None
     copied: int = 0
     topology: str = ""
-    sizes: tuple[int, int, int] = (1, 1, 1)
+    sizes: tuple[int, int, int, int] = (1, 1, 1, 1)
 
     def mesh_file(self, folder: Path) -> str:
         """What `--mesh` takes."""
         if not self.topology:
             return self.mesh
-        data, expert, tensor = self.sizes
+        data, stage, expert, tensor = self.sizes
         chips = prod(int(size) for size in self.topology.split("x"))
-        path = folder / f"{self.mesh}-{self.topology}-{data}-{expert}-{tensor}.toml"
+        path = folder / f"{self.mesh}-{self.topology}-{data}-{stage}-{expert}-{tensor}.toml"
         path.write_text(
             f'kind = "{self.mesh}"\ntopology = "{self.topology}"\nchips = {chips}\ndevices = {prod(self.sizes)}\n'
-            f'reason = "a size of the scaling table"\n[axes]\ndata = {data}\nstage = 1\nexpert = {expert}\n'
+            f'reason = "to compare with"\n[axes]\ndata = {data}\nstage = {stage}\nexpert = {expert}\n'
             f"tensor = {tensor}\ncontext = 1\n[defaults]\nbatch = {8 * data * expert}\ncontext = 131072\n",
             "utf-8",
         )
@@ -69,27 +69,26 @@ def _promised() -> Iterator[Program]:
     """
     for mesh in ("tpu7x-4x4x2", "v5p-4x4x8", "v6e-16x16", "h200-16"):
         rows = "8" if mesh == "h200-16" else "64"  # as many as these few GPUs hold
-        # A pipeline stage without rows reads its dense weights and caches while it waits for the other: measured 2.26
-        # (of one row 2.74) and 1.20 on v6e, which has two.
-        memory, exchange = (2.8, 1.25) if mesh == "v6e-16x16" else (1.2, 1.2)
         # The keys' part of kv_b_proj and the indexers' queries, which XLA for GPUs multiplies by copies (measured 6 MB
         # of two sparse layers).
         copied = 160_000_000 if mesh == "h200-16" else 0
         decode = ("--batch", rows, "--context", "131072")
-        yield Program(f"{mesh} decode", mesh, decode, memory, exchange, copied)
+        yield Program(f"{mesh} decode", mesh, decode, 1.2, 1.2, copied)
         alone = ("--batch", "1", "--context", str(MILLION))
-        yield Program(f"{mesh} decode 1M", mesh, alone, memory, None, copied)
+        yield Program(f"{mesh} decode 1M", mesh, alone, 1.2, None, copied)
         prefill = ("--phase", "prefill", "--batch", "1", "--context", "131072")
         if mesh == "v5p-4x4x8":
             # The compiler turns four projections of a delta layer, 22 MB each, where it would turn results of
             # 25 MB (measured 5.97 GB of 249 that move).
             copied = 6_000_000_000
-        yield Program(f"{mesh} prefill", mesh, prefill, None, exchange, copied)
+        yield Program(f"{mesh} prefill", mesh, prefill, None, 1.2, copied)
 
 
 def _compared() -> Iterator[Program]:
     for mesh in ("v5p-4x4x4", "tpu7x-4x4x4", "tpu7x-4x4x8", "h100-32", "b200-16", "gb200-nvl72"):
         yield Program(f"{mesh} decode", mesh)
+    rows = ("--batch", "64", "--context", "131072")
+    yield Program("v6e-16x16 decode, two stages", "v6e", rows, topology="16x16", sizes=(1, 2, 16, 8))
     train = ("--phase", "train")
     yield Program("v5p-8x8x16 train, four layers", "v5p-8x8x16", (*train, *FOUR))
     yield Program("v5p-8x8x16 train", "v5p-8x8x16", train)
@@ -101,13 +100,13 @@ def _scaled() -> Iterator[Program]:
     for layers in (13, 45):
         yield Program(f"tpu7x-4x4x2 decode, {layers} layers", "tpu7x-4x4x2", ("--layers", str(layers)))
     for topology, sizes in (
-        ("4x4x4", (1, 8, 8)), ("4x8x8", (2, 16, 8)), ("8x8x16", (8, 16, 8)), ("16x16x16", (32, 16, 8)),
+        ("4x4x4", (1, 1, 8, 8)), ("4x8x8", (2, 1, 16, 8)), ("8x8x16", (8, 1, 16, 8)), ("16x16x16", (32, 1, 16, 8)),
     ):  # fmt: skip
         yield Program(f"v5p-{topology} decode, four layers", "v5p", FOUR, topology=topology, sizes=sizes)
     for expert in (1, 2, 4):
         name = f"v5p, experts over {8 * expert}, four layers"
-        yield Program(name, "v5p", FOUR, topology="4x4x4", sizes=(8 // expert, expert, 8))
-    yield Program("v5p, experts over 128, four layers", "v5p", FOUR, topology="4x4x8", sizes=(1, 16, 8))
+        yield Program(name, "v5p", FOUR, topology="4x4x4", sizes=(8 // expert, 1, expert, 8))
+    yield Program("v5p, experts over 128, four layers", "v5p", FOUR, topology="4x4x8", sizes=(1, 1, 16, 8))
 
 
 PROMISED = tuple(_promised())

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe28t_jax.config import ModelConfig
-from moe28t_jax.parallel import load_mesh_file
+from moe28t_jax.parallel import load_mesh_file, mesh_file_names
 from moe28t_jax.planning import make_plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,9 +31,11 @@ def vision_bytes(config: ModelConfig) -> int:
 
 def compare(report: dict[str, Any]) -> dict[str, float] | None:
     """Bytes of one device by the planner and by the compiler, and their ratios; None for a report without figures (the
-    compiler refused the program) or of another model than the whole `moe28t`."""
+    compiler refused the program), of another model than the whole `moe28t` or of a mesh made for a comparison."""
     config = ModelConfig.preset("moe28t")
     if not report.get("argument_bytes_per_device") or report["layers"] != config.num_layers:
+        return None
+    if report["mesh"] not in mesh_file_names():
         return None
     mesh = load_mesh_file(report["mesh"])
     chunk = {} if report["chunk"] is None else {"chunk": report["chunk"]}

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels._memory import in_hbm
 from pallas_kernels._typing import Array
 from pallas_kernels._varying import match_varying, result_like
 from pallas_kernels.mxfp4_matmul._codec import BLOCK, NAN_SCALE
@@ -313,7 +314,7 @@ def grouped_products(
     for w in weights:
         for leaf, group in ((w.packed, per_byte), (w.scale_bytes, BLOCK)):
             specs.append(pl.BlockSpec((1, 1, tile.inputs // group, tile.outputs), weight_block))
-            arrays.append(leaf if layer is not None else leaf[None])
+            arrays.append(in_hbm(leaf if layer is not None else leaf[None], options.interpret))
     count = len(weights)
     if tile.whole_rows:
         rows_block = pl.BlockSpec(x_MK.shape, lambda *_: (0, 0), pipeline_mode=pl.Buffered(1))

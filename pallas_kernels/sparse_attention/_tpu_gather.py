@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels._memory import in_hbm
 from pallas_kernels._typing import Array
 from pallas_kernels._varying import result_like
 from pallas_kernels.sparse_attention import _tpu_softmax as online
@@ -203,5 +204,5 @@ def attention(
         ),
         interpret=options.interpret,
         name="sparse_attention_gather",
-    )(rows_BQ1N, rows_BQ1N, q_BQHC, kv_latent)
+    )(rows_BQ1N, rows_BQ1N, q_BQHC, in_hbm(kv_latent, options.interpret))
     return o_BQHV, logsumexp_BQ1H[:, :, 0]

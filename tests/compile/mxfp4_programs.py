@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_kernels.mxfp4_matmul import SHAPES, GroupedMatmulShape, MXFP4Tensor, grouped_glu, grouped_matmul
 
@@ -46,6 +47,17 @@ def _run(kind: str, implementation: str, x: Any, w: Any, up: Any, sizes: Any, la
                 return _run("product", implementation, x, w, up, sizes, layer).astype(jnp.float32).sum()
 
             return jax.grad(loss)(x)
+        case "looped":
+            dense = jnp.tile(x.T, (1, pl.cdiv(x.shape[1], x.shape[0])))[:, : x.shape[1]]
+
+            def one_more(layer: Any, total: Any) -> Any:
+                # Work during which something could be fetched.
+                for _ in range(4):
+                    total = jnp.tanh(total @ dense)
+                fed = _run("gated", implementation, total, w, up, sizes, layer)
+                return total.at[:, : fed.shape[1]].add(fed)
+
+            return jax.lax.fori_loop(0, LAYERS, one_more, x)
         case "sliced":
             one_layer = jax.tree.map(
                 lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), w
@@ -55,13 +67,17 @@ def _run(kind: str, implementation: str, x: Any, w: Any, up: Any, sizes: Any, la
 
 
 def program(kind: str, implementation: str) -> Callable[..., Any]:
-    """Of `arguments`: one of KINDS, or "sliced", which copies a layer out of the stack. May go to another process."""
+    """Of `arguments`: one of KINDS, "looped" for every layer one after the other, or "sliced", which copies a layer out
+    of the stack. May go to another process."""
     return functools.partial(_run, kind, implementation)
 
 
 def remade_weights(text: str, shape: GroupedMatmulShape, layout: str) -> set[str]:
-    """Operations that make an array of every expert's codes, scales or weights in device memory, in one layer or all.
-    Weights of a small model may be fetched to a TPU's on-chip memory, S(1), before the kernel reads them."""
+    """Operations that make an array of every expert's codes, scales or weights, in one layer or all, in device memory
+    or in a TPU's on-chip memory, into which the compiler fetches a stack in pieces of flat bytes."""
     last = rf"{shape.outputs},\d+" if layout == "packed_nk" else rf"\d+,{shape.outputs}"
-    per_expert = rf"\[(?:\d+,)*{shape.experts},{last}\](\S*) (?!parameter\()([\w-]+)\("
-    return {name for where, name in re.findall(per_expert, text) if "S(1)" not in where} - {"bitcast"}
+    per_expert = rf"\[(?:\d+,)*{shape.experts},{last}\]\S* (?!parameter\()([\w-]+)\("
+    matrix = LAYERS * shape.experts * shape.inputs * shape.outputs
+    pieces = rf"s8\[(?:{matrix // 2}|{matrix // 32})\]\S*, [^=]*? (slice-start)\("
+    found = {*re.findall(per_expert, text), *re.findall(pieces, text)}
+    return found - {"bitcast", "get-tuple-element"}

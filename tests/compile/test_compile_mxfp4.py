@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.mxfp4_matmul import SHAPES, GroupedMatmulShape
+from pallas_kernels.mxfp4_matmul import SHAPES, GroupedMatmulShape, _tpu_kernel
 from tests.compile import mxfp4_programs as programs
 from tests.compile.mxfp4_programs import SHAPE
 from tests.compile.topologies import CHIPS, compile_for_tpu, temporary_bytes
@@ -24,6 +25,8 @@ def check(kind: str, chip: str, layout: str, shape: GroupedMatmulShape, dtype: A
     rows = {
         "gated_rounded": shape.rows * shape.inputs * dtype(0).itemsize,
         "gradient": 2 * shape.rows * max(shape.inputs, shape.outputs) * 4,
+        # What it does besides.
+        "looped": 2 * shape.inputs * (shape.inputs + 4 * shape.rows) * dtype(0).itemsize,
     }
     allowed = SMALL + rows.get(kind, 0)
     assert temporary_bytes(compiled) <= allowed
@@ -43,6 +46,17 @@ def test_decode(chip: str, layout: str, kind: str) -> None:
 @pytest.mark.parametrize("chip", CHIPS)
 def test_gradient(chip: str) -> None:
     check("gradient", chip, "packed_kn", SHAPE)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_loop_fetches_no_stack(chip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scales of all layers fit into a v6e's on-chip memory, and the compiler fetched them once for each layer."""
+    check("looped", chip, "packed_kn", SHAPE)
+    if chip == "v6e":
+        monkeypatch.setattr(_tpu_kernel, "in_hbm", lambda array, interpret: array)
+        jax.clear_caches()
+        with pytest.raises(AssertionError, match="made again in memory by"):
+            check("looped", chip, "packed_kn", SHAPE)
 
 
 def test_a_layer_sliced_out_of_the_stack_is_noticed() -> None:

@@ -35,6 +35,14 @@ def score_on_mesh(folder: str) -> dict[str, Any]:
     }
 
 
+def generate_with_empty_places(mesh: str) -> dict[str, Any]:
+    """What `generate` prints on a mesh that does not divide the experts, and what one device generates."""
+    one = m.load("nano", dtype="float32").generate("import", max_new_tokens=3)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        status = main(["generate", "--prompt", "import", "--max-new-tokens", "3", "--mesh", mesh])
+    return {"status": status, "printed": output.getvalue(), "one": one.text}
+
+
 def run_commands(commands: list[list[str]], folder: str, mesh: str) -> dict[str, Any]:
     """What this process gives for each command, [status, output, remarks], and tokens drawn without a seed."""
     found = []

@@ -18,7 +18,7 @@ from jax import lax
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.model.moe import routed_experts
 from moe28t_jax.model.parameters import Group, attach
-from moe28t_jax.parallel import experts_dispatch, experts_rows
+from moe28t_jax.parallel import AXES, experts_dispatch, experts_rows, pad_experts
 from moe28t_jax.parallel.experts import expert_parallel
 from moe28t_jax.parallel.mesh import make_mesh
 from pallas_kernels import mxfp4_matmul
@@ -173,6 +173,51 @@ def compare(
                 result = evaluate(functools.partial(on_mesh, **options))
                 found[f"{placement}, {exchange}"] = difference(result, wanted)
         return found
+
+
+def with_empty_places(
+    axes: dict[str, int], batch: int, tokens: int, filled: int, kinds: tuple[tuple[str, str], ...]
+) -> dict[str, dict[str, float]]:
+    """`filled` experts in more places, so that some ranks hold none, against the same experts alone on one device:
+    values, gradients of what exists, and the largest gradient of an empty place."""
+    few = configuration().override({"moe.num_experts": filled})
+    padded = pad_experts(few, axes | dict.fromkeys(set(AXES) - set(axes), 1))
+    assert padded.moe is not None and padded.moe.slots > filled
+    experts = {name: stack[:, :filled] for name, stack in some_experts("float64", packed=False).items()}
+    empty = padded.moe.slots - filled
+    places = {name: jnp.pad(stack, [(0, 0), (0, empty), (0, 0), (0, 0)]) for name, stack in experts.items()}
+    parts = some_tokens(batch, tokens, "float64", skew=0.3)
+    parts["chosen"] = jnp.argsort(jax.random.uniform(jax.random.key(0), (batch, tokens, filled)), axis=-1)[
+        ..., :TOP_K
+    ].astype(jnp.int32)
+    direction = jnp.asarray(np.random.default_rng(2).normal(size=parts["x"].shape))
+
+    def evaluate(run: Callable[..., Any], experts: Arrays, config: ModelConfig) -> Any:
+        def loss(x: Any, weights: Any, experts: Arrays) -> tuple[Any, Any]:
+            y = run(parts | {"x": x, "weights": weights}, experts, config)
+            return jnp.sum(y * direction), y
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(
+            parts["x"], parts["weights"], experts
+        )
+
+    wanted = evaluate(on_one_device, experts, few)
+    found = {}
+    with jax.set_mesh(make_mesh(axes)), ragged_on_cpu():
+        for placement, exchange in kinds:
+            run = functools.partial(on_mesh, placement=placement, exchange=exchange, slack=0.0)
+            (value, y), (x, weights, slopes) = evaluate(run, places, padded)
+            real = {name: slope[:, :filled] for name, slope in slopes.items()}
+            found[f"{placement}, {exchange}"] = {
+                "difference": difference(((value, y), (x, weights, real)), wanted),
+                "empty": max(float(jnp.max(jnp.abs(slope[:, filled:]))) for slope in slopes.values()),
+            }
+    return found
+
+
+def empty_places(**arguments: Any) -> dict[str, dict[str, float]]:
+    with jax.enable_x64(True):
+        return with_empty_places(**arguments)
 
 
 COMBINATIONS = list(itertools.combinations(range(EXPERTS), TOP_K))

@@ -311,12 +311,15 @@ def select_among_equals() -> dict[str, Any]:
     return report
 
 
-def load_on_mesh(folder: str) -> dict[str, Any]:
+def load_on_mesh(folder: str, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
     """A loaded model on eight devices and on one: logits, with single tokens after a prefill, and greedy ids."""
     import moe28t_jax as m
 
     mesh = make_mesh("cpu-8")
-    one, many = m.load(folder, dtype="float32"), m.load(folder, mesh=mesh, dtype="float32")
+    one, many = (
+        m.load(folder, dtype="float32"),
+        m.load(folder, mesh=mesh, dtype="float32", overrides=overrides),
+    )
     ids = np.random.default_rng(0).integers(0, 256, (2, 13))
     a, b = (np.asarray(model.logits(ids, lengths=[13, 5], prefill=12)) for model in (one, many))
     valid_BT = np.arange(13)[None] < np.array([[13], [5]])

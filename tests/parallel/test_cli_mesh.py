@@ -27,3 +27,20 @@ def test_scores_on_eight_devices(run_on_devices: Callable[..., Any], small_check
     assert report["found"] == pytest.approx(report["expected"], rel=1e-5)
     # Experts stay where they are: tokens are sent to them.
     assert len(report["exchanges"]) == 1 and report["exchanges"][0] > 0
+
+
+@pytest.mark.slow
+def test_a_mesh_file_may_leave_places_for_experts_empty(
+    run_on_devices: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The 16 experts of nano on three devices, six places on each."""
+    text = (
+        'kind = "cpu"\ntopology = "3"\nchips = 3\ndevices = 3\nreason = "a test"\npad_experts = true\n'
+        "[axes]\ndata = 1\nstage = 1\nexpert = 3\ntensor = 1\ncontext = 1\n[defaults]\nbatch = 1\ncontext = 64\n"
+    )
+    (tmp_path / "padded.toml").write_text(text)
+    report = run_on_devices(
+        3, "cli_workers.py:generate_with_empty_places", mesh=str(tmp_path / "padded.toml")
+    )
+    assert report["status"] == 0 and report["one"]
+    assert report["one"] in report["printed"]

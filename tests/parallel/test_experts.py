@@ -40,6 +40,29 @@ def test_any_routing(quick: dict[str, Any]) -> None:
     assert quick["any routing"] < TOLERANCE["float32"]
 
 
+def test_some_ranks_may_hold_no_expert(run_on_devices: Callable[..., Any]) -> None:
+    """Nine experts in sixteen places: five ranks hold one or two, three hold none."""
+    found = run_on_devices(
+        8, f"{WORKER}:empty_places", axes=MESHES["expert x tensor"], batch=4, tokens=3, filled=9,
+        kinds=[["home", "ragged"], ["balanced", "dense"]],
+    )  # fmt: skip
+    assert len(found) == 2
+    for kind, one in found.items():
+        assert one["difference"] < TOLERANCE["float64"] and one["empty"] == 0, (kind, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh != "data x context"])
+def test_empty_places_on_every_mesh(run_on_devices: Callable[..., Any], mesh: str) -> None:
+    filled = 1 + MESHES[mesh].get("expert", 1) * MESHES[mesh].get("tensor", 1)
+    for batch, tokens in ((8, 1), (4, 6), (1, 16), (1, 1)):
+        found = run_on_devices(
+            8, f"{WORKER}:empty_places", axes=MESHES[mesh], batch=batch, tokens=tokens, filled=filled, kinds=EVERY_KIND
+        )  # fmt: skip
+        for kind, one in found.items():
+            assert one["difference"] < TOLERANCE["float64"] and one["empty"] == 0, (batch, tokens, kind, one)
+
+
 def test_load_counts_valid_tokens() -> None:
     chosen = jnp.asarray([[[0, 3], [3, 1], [2, 3]]], jnp.int32)
     valid = jnp.asarray([[True, True, False]])

@@ -128,6 +128,15 @@ def test_a_loaded_model_on_a_mesh(run_on_devices, small_checkpoint) -> None:
 
 
 @pytest.mark.slow
+def test_a_loaded_model_with_empty_places(run_on_devices, small_checkpoint) -> None:
+    report = run_on_devices(
+        8, "network_workers.py:load_on_mesh", folder=str(small_checkpoint), overrides={"moe.expert_slots": 24}
+    )
+    assert report["logits"] <= TOLERANCE["float32"]
+    assert report["same ids"] and (report["experts"], report["experts of a device"]) == (24, 3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("capacity", "chunk"), [(131_072, 64), (1_048_576, 16)])
 def test_a_row_of_a_million_tokens(run_on_devices, capacity, chunk) -> None:
     report = run_on_devices(

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.model import indexer_loss, init_cache
 from moe28t_jax.model.parameters import abstract
-from moe28t_jax.parallel import AXES, load_mesh_file, mesh_file_names
+from moe28t_jax.parallel import AXES, MeshFile, config_on, load_mesh_file, mesh_file_names
 from moe28t_jax.parallel.experts_dispatch import SLACK, bounds, choose_placement
 from moe28t_jax.parallel.sharding import cache_shardings, parameter_shardings
 from moe28t_jax.planning import activations, chip, make_plan
@@ -26,8 +26,16 @@ MOE28T = ModelConfig.preset("moe28t")
 
 
 @lru_cache
-def parameters() -> Any:
-    return abstract(MOE28T, jnp.bfloat16, stacked=True)
+def parameters(config: ModelConfig = MOE28T) -> Any:
+    return abstract(config, jnp.bfloat16, stacked=True)
+
+
+def deployments() -> list[MeshFile]:
+    """Every mesh file, and one with pipeline stages."""
+    files = [load_mesh_file(name) for name in mesh_file_names() if name != "cpu-8"]
+    stages = {"data": 1, "stage": 2, "expert": 16, "tensor": 8, "context": 1}
+    padded = load_mesh_file("v6e-16x16")
+    return [*files, replace(padded, name="v6e-16x16, two stages", axes=stages, pad_experts=False)]
 
 
 def bytes_of_one_device(tree: Any, shardings: Any) -> int:
@@ -35,14 +43,15 @@ def bytes_of_one_device(tree: Any, shardings: Any) -> int:
     return sum(prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, sharding in leaves)
 
 
-@pytest.mark.parametrize("name", [name for name in mesh_file_names() if name != "cpu-8"])
-def test_weights_and_caches(name: str) -> None:
-    file = load_mesh_file(name)
+@pytest.mark.parametrize("file", deployments(), ids=lambda file: file.name)
+def test_weights_and_caches(file: MeshFile) -> None:
     mesh = AbstractMesh(
         tuple(file.axes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES)
     )
     plan = make_plan(MOE28T, file)
-    weights = bytes_of_one_device(parameters(), parameter_shardings(parameters(), MOE28T, mesh))
+    config = config_on(file, MOE28T)
+    held = parameters(config)
+    weights = bytes_of_one_device(held, parameter_shardings(held, config, mesh))
     assert weights == plan.per_device.weights
 
     def empty() -> Any:
@@ -94,6 +103,18 @@ def test_rows_of_experts_are_those_of_the_program(ranks: int, tokens: int) -> No
     placement = choose_placement(tokens, top_k, ranks, moe.num_experts)
     limits = bounds(owned, top_k, ranks, moe.num_experts, placement, SLACK, tokens)
     assert expert_rows(moe, ranks, tokens) == (limits.rows, limits.experts - moe.num_experts // ranks)
+
+
+def test_empty_places_are_held_and_no_parameters() -> None:
+    padded = make_plan(MOE28T, load_mesh_file("v6e-16x16"))
+    assert padded.config.moe is not None and padded.config.moe.slots == 1024
+    whole = make_plan(MOE28T, load_mesh_file("v5p-4x4x8"))
+    assert (padded.parameters, padded.weights_bytes) == (whole.parameters, whole.weights_bytes)
+    [line] = [line for line in padded.arithmetic() if "places for experts" in line]
+    assert "1,024" in line and "128 of them empty" in line
+    assert not [line for line in whole.arithmetic() if "places for experts" in line]
+    with pytest.raises(ValueError, match=r"expert 32 x tensor 8 do not divide.* moe\.expert_slots 1024"):
+        make_plan(MOE28T, replace(load_mesh_file("v6e-16x16"), pad_experts=False))
 
 
 def test_the_planner_knows_which_form_the_indexers_loss_takes() -> None:

@@ -110,11 +110,15 @@ def load_model(options: argparse.Namespace, check: Callable[[Any, Any], None] | 
     if check is not None:
         found = resolve(options.model)
         check(found.config(overrides(options)), found.tokenizer())
-    mesh = None
+    mesh, changes = None, overrides(options)
     if options.mesh is not None:
-        from moe28t_jax.parallel import load_mesh_file, make_mesh
+        from moe28t_jax.parallel import config_on, load_mesh_file, make_mesh
 
-        mesh = make_mesh(load_mesh_file(options.mesh))
+        mesh_file = load_mesh_file(options.mesh)
+        mesh = make_mesh(mesh_file)
+        if mesh_file.pad_experts:
+            moe = config_on(mesh_file, resolve(options.model).config(changes)).moe
+            changes |= {} if moe is None else {"moe.expert_slots": moe.expert_slots}
     dtype = options.dtype
     if dtype == "auto":
         # A CPU has no fast bfloat16 arithmetic.
@@ -126,7 +130,7 @@ def load_model(options: argparse.Namespace, check: Callable[[Any, Any], None] | 
             mesh=mesh,
             dtype=dtype,
             max_context=options.max_context,
-            overrides=overrides(options),
+            overrides=changes,
             progress=progress,
             accept_licence=options.accept_licence,
             cache=options.cache,

@@ -42,7 +42,9 @@ class ParameterCount:
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Count a configuration without building anything."""
+    """Count a configuration without building anything; empty places for experts count nothing."""
+    if config.moe is not None:
+        config = config.override({"moe.expert_slots": None})
     by_group: dict[str, int] = {}
     total = active = tensors = stored = 0
     layer_total = [0] * config.num_layers

@@ -47,6 +47,8 @@ class Parameter:
     quantizable: bool = False
     # Other spellings of `stored_name` found in public files.
     stored_aliases: tuple[str, ...] = ()
+    # Of experts, where the array has more places than there are tensors; the places behind the last one hold zeros.
+    num_experts: int | None = None
 
     @property
     def size(self) -> int:
@@ -55,7 +57,9 @@ class Parameter:
     @property
     def num_stored(self) -> int:
         """How many tensors of the checkpoint make up this array (before the packed/scale split)."""
-        return self.shape[0] if "{expert}" in self.stored_name else 1
+        if "{expert}" not in self.stored_name:
+            return 1
+        return self.shape[0] if self.num_experts is None else self.num_experts
 
 
 def _vector(name: str, size: int, axis: str | None, stored: str, group: str, **more: Any) -> Parameter:
@@ -228,9 +232,9 @@ def _moe(config: ModelConfig) -> Iterator[Parameter]:
         ("down", "w2", (size, width), ("expert_mlp", "expert_in")),
     ):
         yield Parameter(
-            f"mlp.experts.{name}", (experts, *shape), ("expert", *axes),
+            f"mlp.experts.{name}", (moe.slots, *shape), ("expert", *axes),
             stored + ".experts.{expert}." + tensor + ".weight", (shape[::-1],), "routed_experts",
-            transform="transpose", quantizable=True,
+            transform="transpose", quantizable=True, num_experts=experts,
         )  # fmt: skip
     if moe.num_shared_experts:
         yield from _glu(

@@ -97,7 +97,12 @@ class DSAConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Routed and shared experts. `latent_size` None means that experts work on the full hidden size."""
+    """Routed and shared experts. `latent_size` None means that experts work on the full hidden size.
+
+    expert_slots: how many experts the arrays have room for, where a mesh does not divide `num_experts`
+    (`moe28t_jax.parallel.pad_experts`). Places behind the last expert hold zeros, no token goes there, and no
+    checkpoint in the public layout has them. None: as many as there are experts.
+    """
 
     num_experts: int
     num_experts_per_token: int
@@ -107,6 +112,12 @@ class MoEConfig:
     latent_norm: bool = False
     renormalize: bool = True
     routed_scaling_factor: float = 1.0
+    expert_slots: int | None = None
+
+    @property
+    def slots(self) -> int:
+        """Experts that the arrays have room for."""
+        return self.num_experts if self.expert_slots is None else self.expert_slots
 
     @property
     def shared_size(self) -> int:

@@ -26,5 +26,5 @@ def slice_config(config: ModelConfig, layers: int | None = None, experts: int | 
             raise ValueError(
                 f"experts is {experts}; a token uses {fewest} and this configuration has {most}: give a number between."
             )
-        changes["moe.num_experts"] = experts
+        changes |= {"moe.num_experts": experts, "moe.expert_slots": None}
     return config.override(changes)

@@ -127,6 +127,13 @@ def _check_moe(config: ModelConfig) -> None:
             f"moe.num_experts_per_token is {moe.num_experts_per_token}; it must not exceed "
             f"moe.num_experts, {moe.num_experts}."
         )
+    if moe.expert_slots is not None:
+        _require_sizes("moe.", moe, ("expert_slots",))
+        if moe.expert_slots < moe.num_experts:
+            raise ValueError(
+                f"moe.expert_slots is {moe.expert_slots}; the {moe.num_experts} experts (moe.num_experts) need "
+                "at least as many places."
+            )
     if moe.latent_size is not None:
         _require_sizes("moe.", moe, ("latent_size",))
     elif moe.latent_norm:

@@ -70,9 +70,9 @@ def routed_experts(
     count, top_k = chosen_NK.shape
     with jax.named_scope("moe_dispatch"):
         # Padding sorts behind every expert and belongs to no group.
-        keys_M = jnp.where(valid_N[:, None], chosen_NK, moe.num_experts).reshape(-1)
+        keys_M = jnp.where(valid_N[:, None], chosen_NK, moe.slots).reshape(-1)
         order_M = jnp.argsort(keys_M, stable=True)
-        sizes_E = jnp.sum(jax.nn.one_hot(keys_M, moe.num_experts, dtype=jnp.int32), axis=0, dtype=jnp.int32)
+        sizes_E = jnp.sum(jax.nn.one_hot(keys_M, moe.slots, dtype=jnp.int32), axis=0, dtype=jnp.int32)
         rows_ML = x_NL[order_M // top_k]
     with jax.named_scope("moe_experts"):
         hidden_MF = mxfp4_matmul.grouped_glu(

@@ -164,7 +164,7 @@ def initialize(
 
     Matrices are normal with `config.initializer_range`; the forget gate starts with time constants spread
     log-uniformly over 1e-3..0.1 (Kimi Linear, Mamba-2), A_log at 0; pseudo queries start at zero, so that
-    attention residuals begin as a plain average.
+    attention residuals begin as a plain average. Empty places for experts hold zeros.
     """
     count = 0
 
@@ -187,6 +187,12 @@ def initialize(
             case "convolution":
                 return jax.random.uniform(leaf_key, shape, leaf_dtype, -0.5, 0.5)
             case _:
-                return config.initializer_range * jax.random.normal(leaf_key, shape, leaf_dtype)
+                axis = len(shape) - len(parameter.shape)
+                empty = shape[axis] - parameter.num_stored if parameter.num_experts is not None else 0
+                drawn = (*shape[:axis], shape[axis] - empty, *shape[axis + 1 :])
+                values = config.initializer_range * jax.random.normal(leaf_key, drawn, leaf_dtype)
+                if not empty:
+                    return values
+                return jnp.pad(values, [(0, empty if i == axis else 0) for i in range(len(shape))])
 
     return build(config, stacked, make)

@@ -1,11 +1,12 @@
 """Meshes: which devices a deployment has, how the axes of a mesh divide them, and where arrays lie on them.
 
-Mesh files are read without JAX; the other names are imported when they are first asked for.
+Mesh files are read, and configurations padded, without JAX; the other names are imported when they are first asked for.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from moe28t_jax.parallel.expert_places import config_on, pad_experts
 from moe28t_jax.parallel.mesh_file import AXES, MeshFile, load_mesh_file, mesh_file_names
 
 if TYPE_CHECKING:
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "AXES", "RULES", "Layout", "MeshFile", "batch_layout", "cache_shardings", "check_mesh", "constrain", "current_mesh",
-    "input_shardings", "load_mesh_file", "make_mesh", "mesh_file_names", "parameter_shardings", "partition",
-    "place_parameters", "shard_abstract",
+    "AXES", "RULES", "Layout", "MeshFile", "batch_layout", "cache_shardings", "check_mesh", "config_on", "constrain",
+    "current_mesh", "input_shardings", "load_mesh_file", "make_mesh", "mesh_file_names", "pad_experts",
+    "parameter_shardings", "partition", "place_parameters", "shard_abstract",
 ]  # fmt: skip
 
 _MODULES = {

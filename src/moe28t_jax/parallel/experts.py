@@ -19,11 +19,12 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from moe28t_jax.config import ModelConfig, MoEConfig
+from moe28t_jax.parallel.expert_places import EXPERT_AXES, places
 from moe28t_jax.parallel.experts_dispatch import SLACK, PlacementKind, Settings, choose_placement, run_rank
 from moe28t_jax.parallel.experts_exchange import Group, Kind, exchange_kind
-from moe28t_jax.parallel.rules import RULES, Layout, batch_layout
+from moe28t_jax.parallel.rules import Layout, batch_layout
 
-GROUP = RULES["expert"]
+GROUP = EXPERT_AXES
 """Mesh axes of a group; its ranks are numbered along them, the last fastest, as the experts are."""
 
 
@@ -80,11 +81,12 @@ def expert_parallel(
         )
     shape = layout.mesh.shape
     ranks = prod(shape[axis] for axis in GROUP)
-    if moe.num_experts % ranks:
+    if moe.slots % ranks:
         shown = " x ".join(f"{axis} {shape[axis]}" for axis in GROUP)
         raise ValueError(
-            f"The {moe.num_experts} experts do not divide over the {ranks} devices of the mesh axes {shown}; take "
-            f"sizes whose product divides {moe.num_experts}."
+            f"The {moe.slots} experts do not divide over the {ranks} devices of the mesh axes {shown}; take "
+            f"sizes whose product divides {moe.slots}, or leave places empty with moe.expert_slots "
+            f"{places(moe.num_experts, ranks)}."
         )
     rows, tokens = layout.rows, layout.token_axes(x_BTL.shape[1])
     # Axes of the group along which devices hold the same tokens, and divide them.
@@ -94,10 +96,10 @@ def expert_parallel(
     held = (x_BTL.shape[0] // layout.size(rows)) * (x_BTL.shape[1] // layout.size(tokens))
     owned, total = tokens_of_ranks(x_BTL.shape[0], x_BTL.shape[1], layout)
     settings = Settings(
-        moe.num_experts,
+        moe.slots,
         total,
         config.glu,
-        placement or choose_placement(total, moe.num_experts_per_token, ranks, moe.num_experts),
+        placement or choose_placement(total, moe.num_experts_per_token, ranks, moe.slots),
         slack,
         implementation,
     )

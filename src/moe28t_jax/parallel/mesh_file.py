@@ -26,10 +26,11 @@ _TOP = {
     "devices": int,
     "spare_devices": int,
     "reason": str,
+    "pad_experts": bool,
     "axes": dict,
     "defaults": dict,
 }
-_OPTIONAL = {"spare_devices"}
+_OPTIONAL = {"spare_devices", "pad_experts"}
 _DEFAULTS = ("batch", "context")
 
 
@@ -41,6 +42,8 @@ class MeshFile:
     sizes joined by `x`: of the torus for TPUs, hosts x chips elsewhere. chips: how many are rented. devices: how
     many the mesh uses (a chip may be two devices); spare_devices more are rented and stand by. axes: size of each
     of `AXES`. batch, context: what to plan and compile for when nothing else is said. reason: why these sizes.
+    pad_experts: leave places for experts empty where the mesh does not divide their number
+    (`moe28t_jax.parallel.pad_experts`), which otherwise is an error.
     """
 
     name: str
@@ -53,6 +56,7 @@ class MeshFile:
     context: int = 1
     reason: str = ""
     spare_devices: int = 0
+    pad_experts: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", dict(self.axes))
@@ -129,7 +133,7 @@ def _parse(name: str, shown: str, text: str) -> MeshFile:
         if key in document and (
             not isinstance(document[key], kind) or (kind is int and isinstance(document[key], bool))
         ):
-            word = {str: "a text", int: "a whole number", dict: "a table"}[kind]
+            word = {str: "a text", int: "a whole number", dict: "a table", bool: "true or false"}[kind]
             raise ValueError(
                 f"The mesh file {shown!r} has {key} = {document[key]!r}, where {word} is expected."
             )
@@ -153,6 +157,7 @@ def _parse(name: str, shown: str, text: str) -> MeshFile:
             context=document["defaults"]["context"],
             reason=document["reason"],
             spare_devices=document.get("spare_devices", 0),
+            pad_experts=document.get("pad_experts", False),
         )
     except ValueError as error:
         raise ValueError(f"The mesh file {shown!r} cannot be used: {error}") from None

@@ -11,11 +11,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from moe28t_jax.parallel.expert_places import EXPERT_AXES, places
 from moe28t_jax.parallel.mesh import current_mesh
 
 RULES: Mapping[str, tuple[str, ...]] = {
     # Weights. The first axes of the image tower and the hidden size are in every product whole.
-    "expert": ("expert", "tensor"),
+    "expert": EXPERT_AXES,
     "kda_heads": ("tensor",),
     "mla_heads": ("tensor",),
     "mlp": ("tensor",),
@@ -123,9 +124,10 @@ def partition(
         pieces = prod(mesh.shape[axis] for axis in mesh_axes)
         if size % pieces:
             shown = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in mesh_axes)
+            padded = f" Or leave places empty: moe.expert_slots {places(size, pieces)}."
             raise ValueError(
                 f"{name} has {size} along {logical!r}, which the mesh axes {shown} do not divide; take another size "
-                "for them."
+                f"for them.{padded if logical == 'expert' else ''}"
             )
         entries.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
     return PartitionSpec(*entries)

@@ -98,7 +98,7 @@ def _expert_gradients(config: ModelConfig, axes: Mapping[str, int], work: Work) 
     moe, ranks = config.moe, axes["expert"] * axes["tensor"]
     if moe is None:
         return 0
-    held = max(1, moe.num_experts // ranks)
+    held = max(1, moe.slots // ranks)
     _, repeated = expert_rows(moe, ranks, work.group_tokens)
     matrix = (moe.latent_size or config.hidden_size) * moe.intermediate_size * FLOAT32
     layers = config.mlp_kinds.count("moe")
@@ -186,7 +186,7 @@ def _latent_attention(config: ModelConfig, sparse: bool, axes: Mapping[str, int]
 def expert_rows(moe: MoEConfig, ranks: int, tokens: int) -> tuple[int, int]:
     """Rows that the experts of one of `ranks` devices can receive from `tokens` tokens of them all, and how many
     experts of others it may have to repeat: 0 where all rows stay at their experts' homes."""
-    held, top_k = max(1, moe.num_experts // ranks), moe.num_experts_per_token
+    held, top_k = max(1, moe.slots // ranks), moe.num_experts_per_token
     owned = ceil_div(tokens, ranks)
     worst = tokens * min(top_k, held)
     if ranks == 1 or worst <= HOME_ROWS:

@@ -10,13 +10,14 @@ from math import gcd, prod
 from typing import Literal
 
 from moe28t_jax.config import ModelConfig, Parameter, declare_globals, declare_layer, declare_vision, segments
+from moe28t_jax.parallel.expert_places import EXPERT_AXES, places
 
 Division = Literal["experts", "tensor", "replicated"]
 LayerKind = tuple[str, str]
 """Kind of attention and kind of MLP."""
 
 DIVISIONS: Mapping[Division, tuple[str, ...]] = {
-    "experts": ("expert", "tensor"),
+    "experts": EXPERT_AXES,
     "tensor": ("tensor",),
     "replicated": (),
 }
@@ -219,10 +220,13 @@ def _stage(config: ModelConfig, numbers: Iterable[int], ends: bool) -> Stage:
 def check_divides(config: ModelConfig, axes: Mapping[str, int]) -> None:
     """Raise ValueError, naming parameter and axes, where the mesh would tear a head, an expert or a matrix row."""
     for what, size, mesh_axes in inventory(config).constraints:
-        if size % prod(axes[axis] for axis in mesh_axes):
+        ranks = prod(axes[axis] for axis in mesh_axes)
+        if size % ranks:
             shown = " x ".join(f"{axis} {axes[axis]}" for axis in mesh_axes)
+            padded = f" Or leave places empty: moe.expert_slots {places(size, ranks)}."
             raise ValueError(
                 f"{what} has size {size}, which the mesh axes {shown} do not divide; take another size for them."
+                f"{padded if mesh_axes == EXPERT_AXES else ''}"
             )
 
 

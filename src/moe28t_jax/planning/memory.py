@@ -143,11 +143,12 @@ def divide_work(
     routed = bound = 0
     if config.moe is not None:
         ranks = expert * axes["tensor"]
-        routed = ceil_div(group * config.moe.num_experts_per_token, ranks)
+        held = config.moe.slots // ranks
+        routed = ceil_div(group * config.moe.num_experts_per_token * held, config.moe.num_experts)
         bound = routed
         if phase == "decode":
             # Without balanced placement all tokens may choose experts of one device.
-            bound = group * min(config.moe.num_experts_per_token, ceil_div(config.moe.num_experts, ranks))
+            bound = group * min(config.moe.num_experts_per_token, held)
     return Work(
         phase,
         spread,

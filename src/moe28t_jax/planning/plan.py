@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from moe28t_jax.config import ModelConfig
+from moe28t_jax.parallel.expert_places import config_on, unpadded
 from moe28t_jax.parallel.mesh_file import AXES, MAX_TENSOR, MeshFile
 from moe28t_jax.planning.chips import Chip, chip
 from moe28t_jax.planning.inventory import check_divides, divides, held, stages, total
@@ -121,13 +122,19 @@ class Plan:
     def arithmetic(self) -> list[str]:
         """How the verdict comes about, line by line."""
         axes, lines = self.mesh.axes, []
-        parts = total(self.config)
+        parts = total(unpadded(self.config))
         experts, dense = parts["experts"].stored_bytes, parts["tensor"].stored_bytes
         rest = parts["replicated"].stored_bytes
         lines.append(
             f"weights: {self.weights_bytes:,} bytes = experts {experts:,} + divided by tensor {dense:,} + "
             f"repeated {rest:,}"
         )
+        moe = self.config.moe
+        if moe is not None and moe.slots > moe.num_experts:
+            lines.append(
+                f"places for experts: {moe.slots:,}, which the mesh divides, {moe.slots - moe.num_experts:,} of them "
+                f"empty: {gigabytes(total(self.config)['experts'].stored_bytes - experts)} more than the weights"
+            )
         low, high = (gigabytes(self.naive_weights_bytes * factor) for factor in NAIVE_HEADROOM)
         lines.append(
             f"rough figure: {self.parameters:,} parameters x 0.5 = {gigabytes(self.naive_weights_bytes)}; "
@@ -189,6 +196,7 @@ class Plan:
                 "chips": self.mesh.chips,
                 "devices": self.mesh.devices,
                 "spare_devices": self.mesh.spare_devices,
+                "pad_experts": self.mesh.pad_experts,
                 "axes": dict(self.mesh.axes),
             },
             "fits": self.fits,
@@ -255,6 +263,7 @@ def make_plan(
     Raises ValueError for an unknown chip, a mesh that the model's shapes do not divide over, or a context beyond the
     model's own.
     """
+    config = config_on(mesh, config)
     batch = default_batch(mesh, phase) if batch is None else batch
     context = mesh.context if context is None else context
     device = _check(config, mesh, phase, batch, context, chunk)
@@ -272,7 +281,7 @@ def make_plan(
         middle = max(chunk, context // 2)
         half = divide_work(config, mesh.axes, phase, batch, middle, chunk, work.spread, device.cache_lanes)
         average = roofline(config, mesh, device, half).seconds
-    parts = total(config).values()
+    parts = total(unpadded(config)).values()
     return Plan(
         model, config, mesh, device, phase, batch, context, chunk,
         sum(part.stored_bytes for part in parts), sum(part.parameters for part in parts),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from moe28t_jax.config import ModelConfig
+from moe28t_jax.parallel.expert_places import destinations
 from moe28t_jax.parallel.mesh_file import MeshFile
 from moe28t_jax.planning.chips import Chip
 from moe28t_jax.planning.inventory import LayerKind, Stage, held, inventory, stages
@@ -258,8 +259,7 @@ def _exchange_bytes(config: ModelConfig, axes: Mapping[str, int], work: Work) ->
     if ranks == 1:
         return 0.0
     own = work.group_tokens / ranks
-    destinations = (ranks - 1) * (1.0 - (1.0 - 1.0 / ranks) ** moe.num_experts_per_token)
-    return 2 * own * destinations * (moe.latent_size or config.hidden_size) * ACTIVATION_BYTES
+    return 2 * own * destinations(ranks, moe) * (moe.latent_size or config.hidden_size) * ACTIVATION_BYTES
 
 
 def _context_bytes(

@@ -140,8 +140,10 @@ class TensorLoader:
         if parameter.dtype == "float32":
             dtype = np.promote_types(dtype, np.float32)
         buffer = aligned_empty((len(stored), *parameter.shape), dtype)
-        experts = parameter.num_stored
-        targets = buffer.reshape(len(stored) * experts, *buffer.shape[1 if experts == 1 else 2 :])
+        targets = list(buffer)
+        if "{expert}" in parameter.stored_name:
+            buffer[:, parameter.num_stored :] = 0
+            targets = [expert for layer in buffer for expert in layer[: parameter.num_stored]]
         names = [name for one in stored for name in one.names]
 
         def fill(name: str, target: np.ndarray) -> None:
@@ -177,6 +179,8 @@ class TensorLoader:
 
         codes = aligned_empty(shape(size_in // 2), np.uint8)
         scales = aligned_empty(shape(size_in // BLOCK), np.uint8)
+        for places in (codes, scales):
+            places[:, parameter.num_stored :] = 0
 
         def fill(name: str, layer: int, expert: int) -> None:
             transform = "transpose" if transposed else "reshape"

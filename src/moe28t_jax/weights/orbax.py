@@ -1,6 +1,7 @@
 """Checkpoints of arrays as the program holds them, sharded, through Orbax: one Orbax item per layer.
 
-A folder has config.json, orbax.json (format, layout of packed experts, image tower or not) and the items `globals`,
+A folder has config.json, orbax.json (format, layout of packed experts, image tower or not, places for experts where
+there are more than experts) and the items `globals`,
 `layers/00000` and so on, and `vision`. Items hold layers one by one whether the tree was stacked or not, so that one
 layer can be restored alone, and any mesh or stacking can read what another wrote.
 """
@@ -276,6 +277,8 @@ def write_description(folder: Path, config: ModelConfig, layout: str | None, vis
     quantized = config.override({"expert_quantization": None if layout is None else "mxfp4"})
     write_config(folder, quantized.to_hf())
     content = {"format": FORMAT, "layout": layout, "vision": vision}
+    if config.moe is not None and config.moe.expert_slots is not None:
+        content["expert_slots"] = config.moe.expert_slots
     write_file(folder / ORBAX_FILE, (json.dumps(content) + "\n").encode())
 
 

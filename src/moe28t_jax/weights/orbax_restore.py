@@ -42,6 +42,7 @@ class OrbaxCheckpoint:
             )
         self.layout: str | None = content.get("layout")
         self.has_vision = bool(content.get("vision"))
+        self._slots: int | None = content.get("expert_slots")
         if config is None:
             path = self.folder / CONFIG_FILE
             config = config_of(read_json(path), str(path))
@@ -89,11 +90,10 @@ class OrbaxCheckpoint:
                     )
                     wanted[parameter.name] = self._abstract(parameter, item, stored, rule or default)
                 target = nested(wanted)
+                # Shapes were compared; only places for experts are filled up with empty ones, or are left out.
+                arguments = ocp.checkpoint_utils.construct_restore_args(target, strict=False)
                 restored = checkpointer.restore(
-                    path,
-                    args=ocp.args.PyTreeRestore(
-                        item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target)
-                    ),
+                    path, args=ocp.args.PyTreeRestore(item=target, restore_args=arguments)
                 )
             except CheckpointError:
                 raise
@@ -141,7 +141,9 @@ class OrbaxCheckpoint:
     def _abstract(
         self, parameter: Parameter, item: str, stored: Mapping[str, Any], sharding: jax.sharding.Sharding
     ) -> Any:
-        shape = parameter.shape
+        shape, places = parameter.shape, None
+        if parameter.num_experts is not None:
+            shape, places = (self._slots or parameter.num_experts, *shape[1:]), shape[0]
         if f"{parameter.name}.packed" in stored:
             parts = {part: stored[f"{parameter.name}.{part}"] for part in ("packed", "scale_bytes")}
             leaves = {
@@ -163,6 +165,12 @@ class OrbaxCheckpoint:
             raise CheckpointError(
                 f"The parameter {parameter.name!r} in item {item!r} of {str(self.folder)!r} has shape {list(found)}, "
                 f"but the configuration makes it {list(shape)}: its config.json belongs to another checkpoint."
+            )
+        if places is not None:
+            wanted = tensor if tensor is not None else leaves[""]
+            return jax.tree.map(
+                lambda one: jax.ShapeDtypeStruct((places, *one.shape[1:]), one.dtype, sharding=sharding),
+                wanted,
             )
         return tensor if tensor is not None else leaves[""]
 

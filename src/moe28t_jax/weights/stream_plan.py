@@ -226,6 +226,8 @@ def plan_leaf(
             if (update or form.double)
             else HostTarget(size, form.dtype, devices)
         )
+        if "{expert}" in parameter.stored_name and bounds[len(leading) - 1][1] > parameter.num_stored:
+            target.clear()
         leaf.targets.append(target)
         for corner, name in _tensors(stored, len(leading), bounds):
             _use(checkpoint, f"{name}{form.suffix}", form, target, corner, bounds[len(leading) :], jobs)
@@ -264,7 +266,8 @@ def _tensors(
         if not ranges:
             yield place, names[0]
         for start, stop in ranges:
-            for expert in range(start, stop):
+            # Places behind the last expert have no tensor.
+            for expert in range(start, min(stop, len(names))):
                 yield (*place, expert - start), names[expert]
 
 

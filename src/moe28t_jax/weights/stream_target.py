@@ -17,6 +17,10 @@ from moe28t_jax.weights.transfer import aligned_empty, copy_rows, to_device
 class Target:
     """One part of an array, on one or several devices that hold the same."""
 
+    def clear(self) -> None:
+        """Fill it with zeros, before anything is put: not every place of it will be filled."""
+        raise NotImplementedError
+
     def put(self, corner: tuple[int, ...], part: np.ndarray, transposed: bool) -> None:
         """Bring a part of a stored tensor, transposed (two axes) or not, to the place `corner`; leading axes that it
         lacks have size 1. Nothing of it is used after the return. Different threads may fill different places at
@@ -34,6 +38,9 @@ class HostTarget(Target):
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype, devices: list[Any]) -> None:
         self._buffer = aligned_empty(shape, dtype)
         self._devices = devices
+
+    def clear(self) -> None:
+        self._buffer[...] = 0
 
     def put(self, corner: tuple[int, ...], part: np.ndarray, transposed: bool) -> None:
         shape = part.shape[::-1] if transposed else part.shape
@@ -65,6 +72,9 @@ class DeviceTarget(Target):
         self._devices = devices
         self._array = jnp.zeros(tuple(size), dtype, device=devices[0])
         self._lock = threading.Lock()
+
+    def clear(self) -> None:
+        pass  # it is made of zeros
 
     def put(self, corner: tuple[int, ...], part: np.ndarray, transposed: bool) -> None:
         codes = self._codes_axis is not None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from moe28t_jax.config import ModelConfig
+from moe28t_jax.parallel.expert_places import destinations
 
 _BYTES = 2  # of an activation, a latent or an index key: bfloat16
 
@@ -48,11 +49,6 @@ def least_memory_bytes(
     return round(weights + 2 * held.get("state", 0) + held.get("index_keys", 0) + latents)
 
 
-def destinations(ranks: int, top_k: int) -> float:
-    """To how many other devices a token goes on average, when it chooses its experts evenly."""
-    return (ranks - 1) * (1.0 - (1.0 - 1.0 / ranks) ** top_k)
-
-
 def least_all_to_all_bytes(config: ModelConfig, axes: Mapping[str, int], tokens: int, passes: int = 1) -> int:
     """Bytes that one device sends per step to its experts' devices and back: the latent of each of its tokens once per
     distinct destination under uniform routing, `tokens` being those of the whole mesh. The latent's channels lie over
@@ -63,7 +59,7 @@ def least_all_to_all_bytes(config: ModelConfig, axes: Mapping[str, int], tokens:
     if moe is None or ranks == 1:
         return 0
     own = tokens / (axes["data"] * ranks * axes["context"])
-    sent = destinations(ranks, moe.num_experts_per_token)
+    sent = destinations(ranks, moe)
     # A device runs the layers of its pipeline stage.
     layers = config.mlp_kinds.count("moe") / axes["stage"]
     gathered = 0.0 if moe.latent_size is None else (axes["tensor"] - 1) / axes["tensor"]

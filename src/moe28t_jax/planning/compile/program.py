@@ -13,6 +13,7 @@ from moe28t_jax.config import ModelConfig
 from moe28t_jax.engine.steps import Steps
 from moe28t_jax.model.cache import init_cache
 from moe28t_jax.model.parameters import abstract
+from moe28t_jax.parallel.expert_places import config_on
 from moe28t_jax.parallel.formats import expert_layout, mesh_layout
 from moe28t_jax.parallel.mesh import make_mesh
 from moe28t_jax.parallel.mesh_file import MeshFile
@@ -68,6 +69,7 @@ def lower_step(
         raise ValueError(f"phase is {phase!r}; a step to compile is one of {', '.join(PHASES)}.")
     if not 1 <= context <= config.max_context:
         raise ValueError(f"context is {context}; this model reads 1 to {config.max_context} tokens per row.")
+    config = config_on(mesh_file, config)
     mesh = make_mesh(mesh_file, describe_devices(mesh_file) if devices is None else devices)
     if phase == "train":
         with prefer(*(implementations(mesh_file) if explicit else ())):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from moe28t_jax.config import ModelConfig
+from moe28t_jax.parallel.expert_places import config_on
 from moe28t_jax.parallel.mesh_file import MeshFile
 from moe28t_jax.planning.chips import chip
 from moe28t_jax.planning.compile.collectives import Assumptions, Collective
@@ -183,6 +184,7 @@ def compile_step(
 
     from moe28t_jax.planning.compile.program import lower_step
 
+    config = config_on(mesh, config)
     chunk = CHUNK if chunk is None else chunk
     if batch is None:
         batch = default_batch(mesh, phase)
@@ -249,7 +251,7 @@ def assumptions(
     busy = turns / (turns + stages - 1)
     return possible, replace(
         possible,
-        copies=busy * total / ranks * destinations(ranks, top_k),
+        copies=busy * total / ranks * destinations(ranks, config.moe),
         experts_share=busy * (1.0 - (1.0 - top_k / config.moe.num_experts) ** total),
     )
 
