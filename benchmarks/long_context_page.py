@@ -95,10 +95,16 @@ def table(result: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("benchmarks/results/long_context")
+    if not (folder / "result.json").is_file():
+        raise SystemExit(
+            f"There is no finished run in {str(folder)!r}; run benchmarks/long_context.py first (it takes hours, and "
+            "goes on where it was interrupted), or name its folder."
+        )
     result = json.loads((folder / "result.json").read_text("utf-8"))
     if "short" not in result:
         raise SystemExit(
-            f"The result in {str(folder)!r} was not compared with a short run; run it without --short 0."
+            f"The result in {str(folder)!r} was not compared with a shorter run, which one of {result['tokens']:,} "
+            "tokens has only where --short is less and not 0; run it longer."
         )
     plot(result, PAGE.with_suffix(".png"))
     before, rest = PAGE.read_text("utf-8").split(BEGIN)

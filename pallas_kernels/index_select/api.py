@@ -9,6 +9,7 @@ from pallas_kernels._dispatch import dispatch
 from pallas_kernels._typing import AnyArray, Array, Float, Int
 from pallas_kernels.index_select import dense, reference, xla
 from pallas_kernels.index_select.keys import Keys, QuantizedKeys, check_keys
+from pallas_kernels.sparse_attention.rows import compute_dtype
 
 
 def _tpu(*args: Any) -> Any:
@@ -32,6 +33,10 @@ DEFAULT = ("xla",)
 
 def _check(q_index: AnyArray, k_index: Keys, weights: AnyArray, rows: AnyArray, name: str) -> None:
     check_keys(k_index)
+    if 0 in q_index.shape[2:]:
+        raise ValueError(
+            f"q_index has {q_index.shape[2]} heads of {q_index.shape[3]} channels; an indexer has at least one of both."
+        )
     channels = k_index.channels if isinstance(k_index, QuantizedKeys) else k_index.shape[-1]
     if channels != q_index.shape[-1]:
         raise ValueError(
@@ -121,12 +126,18 @@ def select(
         q_index,
         k_index,
         weights,
-        query_positions,
+        reference.last_visible(query_positions),
         top_k,
         page_table,
         axis_name,
         use_relu,
     )
+
+
+def _no_scores(q_index: Array, k_index: Array, weights: Array, count: int) -> Array:
+    """Where there is nothing to multiply."""
+    dtype = compute_dtype(q_index, k_index, weights)
+    return jnp.full((*q_index.shape[:2], count), reference.MASKED_SCORE, dtype)
 
 
 def scores_at(
@@ -174,6 +185,10 @@ def scores_at(
         if query_positions is None:
             query_positions = jnp.full(q_index.shape[:2], k_index.shape[1] - 1, jnp.int32)
         _check(q_index, k_index, weights, query_positions, "query_positions")
-        return dense.scores_at(q_index, k_index, weights, jnp.asarray(query_positions), use_relu)
+        if 0 in (*q_index.shape, *k_index.shape):
+            return _no_scores(q_index, k_index, weights, k_index.shape[1])
+        return dense.scores_at(q_index, k_index, weights, reference.last_visible(query_positions), use_relu)
     _check(q_index, k_index, weights, indices, "indices")
+    if 0 in (*q_index.shape, *k_index.shape, *indices.shape):
+        return _no_scores(q_index, k_index, weights, indices.shape[2])
     return xla.scores_at(q_index, k_index, weights, jnp.asarray(indices), use_relu)

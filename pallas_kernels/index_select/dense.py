@@ -120,6 +120,10 @@ def scores_at(
     with jax.named_scope("index_scores_dense"):
         dtype = key_rows.compute_dtype(q_index, k_index, weights)
         positions_BQ = query_positions.astype(jnp.int32)
+        # What a query without keys holds meets a gradient of zero, which would not stop a NaN either.
+        sees_BQ = positions_BQ >= 0
+        q_index = jnp.where(sees_BQ[..., None, None], q_index, jnp.zeros((), q_index.dtype))
+        weights = jnp.where(sees_BQ[..., None], weights, jnp.zeros((), weights.dtype))
         # A key that nobody sees may be NaN, which a gradient of zero would not stop.
         last_B1 = jnp.max(positions_BQ, axis=1, keepdims=True, initial=-1)
         used_BS = jnp.arange(k_index.shape[1], dtype=jnp.int32) <= last_B1

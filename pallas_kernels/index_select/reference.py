@@ -12,8 +12,20 @@ from pallas_kernels.sparse_attention.rows import compute_dtype
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
+_LARGEST = 2**31 - 2
+
 MASKED_SCORE = -1e30
 """Score of the index -1 in `scores_at`: finite, so that no gradient is NaN; softmax makes it exactly 0."""
+
+
+def last_visible(query_positions: Int[AnyArray, "B Q"]) -> Int[Array, "B Q"]:
+    """int32, of which -1 stands for all that see no key; with room for a number more, where ends are counted."""
+    positions = jnp.asarray(query_positions)
+    if jnp.iinfo(positions.dtype).max > _LARGEST:
+        positions = jnp.minimum(positions, jnp.asarray(_LARGEST, positions.dtype))
+    if jnp.iinfo(positions.dtype).min < -(2**31):
+        positions = jnp.maximum(positions, jnp.asarray(-1, positions.dtype))
+    return jnp.clip(positions.astype(jnp.int32), -1, _LARGEST)
 
 
 def full_keys(k_index: Keys) -> Array:
@@ -53,10 +65,8 @@ def scores(
       Scores [B, Q, S] in float32, or float64 if an input is float64.
     """
     q_index, weights, k = jnp.asarray(q_index), jnp.asarray(weights), full_keys(k_index)
-    query_positions = jnp.asarray(query_positions)
     dtype = compute_dtype(q_index, k, weights)
-    positions = jnp.arange(k.shape[1], dtype=query_positions.dtype)
-    visible_BQS = positions <= query_positions[..., None]
+    visible_BQS = jnp.arange(k.shape[1], dtype=jnp.int32) <= last_visible(query_positions)[..., None]
     dots = jnp.einsum("bqhd,bsd->bqhs", q_index.astype(dtype), k.astype(dtype), precision=_HIGHEST)
     return jnp.where(visible_BQS, _head_scores(q_index, weights, dots, use_relu), -jnp.inf)
 
@@ -99,7 +109,7 @@ def select(
     if axis_name is not None:
         k = jax.lax.all_gather(k, axis_name, axis=1, tiled=True)
     all_scores = scores(q_index, k, weights, query_positions, use_relu)
-    visible = jnp.arange(k.shape[1], dtype=query_positions.dtype) <= query_positions[..., None]
+    visible = jnp.arange(k.shape[1], dtype=jnp.int32) <= last_visible(query_positions)[..., None]
     # The sort is stable, so equal scores stay in the order of their index; -0.0 sorts as 0.0.
     order = jnp.lexsort((-all_scores, ~jnp.isnan(all_scores), ~visible), axis=-1)
     order = order[..., :top_k].astype(jnp.int32)

@@ -210,6 +210,7 @@ def gradients(
     # Whatever comes back for a row without a key stops here.
     empty = jnp.isneginf(logsumexp)
     do = jnp.where(empty[..., None], jnp.zeros((), do.dtype), do)
+    q_BQHC = jnp.where(empty[..., None], jnp.zeros((), q_BQHC.dtype), q_BQHC)
     delta = jnp.sum(do.astype(jnp.float32) * o, axis=-1) - dlogsumexp
     stats = jnp.where(empty[..., None], np.float32(0), jnp.stack([logsumexp, delta], axis=-1))
     at_once = shared.queries_at_once(options, batch, queries, kv_BSC.shape[1])
@@ -217,9 +218,13 @@ def gradients(
         (q_BQHC, 0), (do, 0), (stats, 0), (indices_BQN, -1)
     ))  # fmt: skip
 
+    existing = shared.existing_bits(kv_BSC.shape[1], None, 0)
+
     def chunk(dkv_BSC: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
         *per_query, indices = part
         words_BGQL = shared.selection_bits(indices, kv_BSC.shape[1], options.interpret)
+        if existing is not None:
+            words_BGQL &= existing
         arrays = tuple(jnp.swapaxes(a, 1, 2) for a in per_query)
         dq_BHQC, dkv_BSC = _walk(options, arrays, kv_BSC, words_BGQL, dkv_BSC)
         return dkv_BSC, jnp.swapaxes(dq_BHQC, 1, 2)

@@ -80,12 +80,12 @@ def _mask_kernel(indices_ref: Any, words_ref: Any) -> None:
         return jnp.where(place == values_1N, np.float32(1), np.float32(0)).astype(jnp.bfloat16)
 
     def one_query(query: Any, _: None) -> None:
+        # Row numbers of what lies outside are those of no word.
         indices_1N = indices_ref[0, pl.ds(query, 1)]
         row_1N, lanes_LN = indices_1N >> 7, one_hot(indices_1N & (LANES - 1), LANES)
 
         def some_words(turn: Any, _: None) -> None:
             first = pl.multiple_of(turn * step, step)
-            # An index of -1 lies in row -1, which is in no step.
             rows_RN = one_hot(row_1N - first * _BITS, step * _BITS)
             counts_RL = lax.dot_general(
                 rows_RN, lanes_LN, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
@@ -100,11 +100,34 @@ def _mask_kernel(indices_ref: Any, words_ref: Any) -> None:
     lax.fori_loop(0, _MASK_QUERIES, one_query, None)
 
 
-def selection_bits(indices_BQN: Array, keys: int, interpret: Any) -> Array:
-    """Words [B, G, Q, LANES] of the indices (Q a multiple of 8, -1 for none), G a multiple of 8 beyond 8."""
-    batch, queries, selected = indices_BQN.shape
+def _number_of_word_rows(keys: int) -> int:
+    """A multiple of 8 beyond 8."""
     word_rows = -(-keys // WORD_KEYS)
-    word_rows = word_rows if word_rows <= 8 else -(-word_rows // 8) * 8
+    return word_rows if word_rows <= 8 else -(-word_rows // 8) * 8
+
+
+def existing_bits(keys: int, page_table_BP: Array | None, pages: int) -> Array | None:
+    """Words [B or 1, G, 1, LANES] of the keys that exist, those of pages with a number that there is not excepted; None
+    where all bits of the words are keys that do."""
+    word_keys = _number_of_word_rows(keys) * WORD_KEYS
+    if page_table_BP is None:
+        if word_keys == keys:
+            return None
+        exists_BS = jnp.arange(word_keys, dtype=jnp.int32)[None] < keys
+    else:
+        exists_BP = (page_table_BP >= 0) & (page_table_BP < pages)
+        exists_BS = jnp.repeat(exists_BP, keys // page_table_BP.shape[1], axis=1)
+        exists_BS = jnp.pad(exists_BS, ((0, 0), (0, word_keys - keys)))
+    exists_BGbL = exists_BS.reshape(exists_BS.shape[0], -1, _BITS, LANES)
+    bit_b1 = jnp.left_shift(jnp.ones((_BITS, 1), jnp.int32), jnp.arange(_BITS, dtype=jnp.int32)[:, None])
+    return jnp.sum(jnp.where(exists_BGbL, bit_b1, 0), axis=2, dtype=jnp.int32)[:, :, None]
+
+
+def selection_bits(indices_BQN: Array, keys: int, interpret: Any) -> Array:
+    """Words [B, G, Q, LANES] of the indices (Q a multiple of 8), int32. A negative index sets no bit, nor does one
+    beyond the words; one of a key in them that does not exist (`existing_bits`) does."""
+    batch, queries, selected = indices_BQN.shape
+    word_rows = _number_of_word_rows(keys)
     return pl.pallas_call(
         _mask_kernel,
         grid=(batch, queries // _MASK_QUERIES),
@@ -233,6 +256,7 @@ def _attend(
     q_BQHC: Array,
     kv_latent: Array,
     page_table: Array | None,
+    existing: Array | None,
     indices_BQN: Array,
     dtype: Any,
 ) -> tuple[Array, Array]:
@@ -240,6 +264,8 @@ def _attend(
     keys = kv_latent.shape[1] * (1 if page_table is None else page_table.shape[1])
     blocks = -(-keys // options.keys)
     words_BGQL = selection_bits(indices_BQN, keys, options.interpret)
+    if existing is not None:
+        words_BGQL &= existing
     held = held_blocks(touched_blocks(options, words_BGQL, blocks), 2)
     rows = heads * options.queries
     shift = (WORD_KEYS // options.keys).bit_length() - 1
@@ -308,12 +334,13 @@ def attention(
     indices_BQN: Array,
     dtype: Any,
 ) -> tuple[Array, Array]:
-    """o in the given dtype, and logsumexp in float32, over the positions [B, Q, N] int32 that exist, else -1."""
+    """o in the given dtype, and logsumexp in float32, over the positions [B, Q, N] int32 that exist."""
     batch, queries, _, _ = q_BQHC.shape
     keys = kv_latent.shape[1] * (1 if page_table is None else page_table.shape[1])
     at_once = queries_at_once(options, batch, queries, keys)
+    existing = existing_bits(keys, page_table, kv_latent.shape[0])
     parts = key_rows.split_queries(q_BQHC, at_once, 0), key_rows.split_queries(indices_BQN, at_once, -1)
     o, logsumexp = lax.map(
-        lambda part: _attend(options, part[0], kv_latent, page_table, part[1], dtype), parts
+        lambda part: _attend(options, part[0], kv_latent, page_table, existing, part[1], dtype), parts
     )
     return key_rows.join_queries(o, queries), key_rows.join_queries(logsumexp, queries)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels._dispatch import dispatch
@@ -97,7 +98,8 @@ def sparse_attention(
             f"page_table has {page_table.shape[0]} rows but q_latent has {batch} sequences; "
             f"pass one row per sequence."
         )
-    if 0 in (*q_latent.shape, *kv_latent.shape, *indices.shape):
+    pages = (1,) if page_table is None else page_table.shape
+    if 0 in (*q_latent.shape, *kv_latent.shape, *indices.shape, *pages):
         dtype = compute_dtype(jnp.asarray(q_latent), jnp.asarray(kv_latent))
         rows = q_latent.shape[:3]
         return jnp.zeros((*rows, value_dim), q_latent.dtype), jnp.full(rows, -jnp.inf, dtype)
@@ -134,10 +136,10 @@ def merge(
     dtype = compute_dtype(outputs, logsumexps)
     exists = ~jnp.isneginf(logsumexps)
     empty = ~jnp.any(exists, axis=0)
-    finite = jnp.where(exists, logsumexps, 0).astype(dtype)
-    maximum = jnp.max(jnp.where(exists, finite, -jnp.inf), axis=0)
-    maximum = jnp.where(empty, 0, maximum)
-    weights = jnp.where(exists, jnp.exp(finite - maximum), 0)
+    wide = logsumexps.astype(dtype)
+    # Its gradients cancel; and beside a low maximum the exponential of an empty part must not be one of a large number.
+    maximum = jax.lax.stop_gradient(jnp.where(empty, 0, jnp.max(wide, axis=0)))
+    weights = jnp.where(exists, jnp.exp(jnp.where(exists, wide - maximum, 0)), 0)
     total = jnp.where(empty, 1, jnp.sum(weights, axis=0))
     parts = jnp.where(exists[..., None], outputs.astype(dtype), 0)
     o = jnp.sum(weights[..., None] * parts, axis=0) / total[..., None]

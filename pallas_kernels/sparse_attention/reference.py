@@ -37,8 +37,9 @@ def sparse_attention(
     used_BS = jnp.any(selected_BQS, axis=1)
     kv_BSC = jnp.where(used_BS[..., None], kv_BSC, jnp.zeros((), kv_BSC.dtype)).astype(dtype)
     kv_BSC, poison_BS = finite_rows(kv_BSC)
-    logits_BQHS = scale * jnp.einsum("bqhc,bsc->bqhs", q_BQHC.astype(dtype), kv_BSC, precision=_HIGHEST)
-    logits_BQHS = logits_BQHS + poison_BS[:, None, None]
+    finite_q_BQHC, poison_BQH = finite_rows(q_BQHC.astype(dtype))
+    logits_BQHS = scale * jnp.einsum("bqhc,bsc->bqhs", finite_q_BQHC, kv_BSC, precision=_HIGHEST)
+    logits_BQHS = logits_BQHS + poison_BS[:, None, None] + poison_BQH[..., None]
     mask = selected_BQS[:, :, None, :]
     any_selected = jnp.any(mask, axis=-1)
     logits_BQHS = jnp.where(mask, logits_BQHS, -jnp.inf)
@@ -46,5 +47,7 @@ def sparse_attention(
     safe_BQHS = jnp.where(any_selected[..., None], logits_BQHS, 0)
     weights_BQHS = jnp.where(mask, jax.nn.softmax(safe_BQHS, axis=-1), 0)
     o = jnp.einsum("bqhs,bsv->bqhv", weights_BQHS, kv_BSC[..., :value_dim], precision=_HIGHEST)
+    # Whatever comes back for a row without a key stops here.
+    o = jnp.where(any_selected[..., None], o, 0)
     logsumexp = jnp.where(any_selected, jax.nn.logsumexp(safe_BQHS, axis=-1), -jnp.inf)
     return o.astype(q_BQHC.dtype), logsumexp

@@ -46,11 +46,9 @@ def shares_keys(
 
 
 class Selection(NamedTuple):
-    """Which keys each query reads: positions, the rows that hold them, which of both exist, and the pages."""
+    """Which keys each query reads: positions, and the pages that hold them."""
 
     indices_BQN: Array
-    rows_BQN: Array
-    exists_BQN: Array
     page_table_BP: Array | None
 
 
@@ -58,10 +56,11 @@ def _run(
     options: Options, q_BQHC: Array, kv_latent: Array, selection: Selection, dtype: Any
 ) -> tuple[Array, Array]:
     """o in the given dtype where keys are shared, else in that of q, and logsumexp."""
-    indices_BQN, rows_BQN, exists_BQN, table = selection
+    indices_BQN, table = selection
     if isinstance(options, _tpu_shared.Options):
-        positions_BQN = jnp.where(exists_BQN, indices_BQN, -1).astype(jnp.int32)
-        return _tpu_shared.attention(options, q_BQHC, kv_latent, table, positions_BQN, dtype)
+        # Which of them exist is told by bit there: it would take several passes over all numbers.
+        return _tpu_shared.attention(options, q_BQHC, kv_latent, table, indices_BQN, dtype)
+    rows_BQN, exists_BQN = key_rows.physical_rows(indices_BQN, kv_latent, table)
     return _tpu_gather.attention(options, q_BQHC, kv_latent, rows_BQN, exists_BQN, table is not None)
 
 
@@ -88,11 +87,14 @@ def _backward(
     q_BQHC, kv_latent, selection, results = residuals
     if results is not None:
         assert isinstance(options, _tpu_shared.Options)
-        positions_BQN = jnp.where(selection.exists_BQN, selection.indices_BQN, -1).astype(jnp.int32)
-        dq, dkv = _tpu_backward.gradients(options, q_BQHC, kv_latent, positions_BQN, results, cotangents)
+        indices_BQN = selection.indices_BQN
+        dq, dkv = _tpu_backward.gradients(options, q_BQHC, kv_latent, indices_BQN, results, cotangents)
     else:
+        rows_BQN, exists_BQN = key_rows.physical_rows(
+            selection.indices_BQN, kv_latent, selection.page_table_BP
+        )
+        inputs = (q_BQHC, kv_latent, rows_BQN, exists_BQN)
         paged = selection.page_table_BP is not None
-        inputs = (q_BQHC, kv_latent, selection.rows_BQN, selection.exists_BQN)
         dq, dkv, *_ = xla.backward(options.scale, options.value_dim, paged, inputs, cotangents)
     return dq, dkv, jax.tree.map(lambda _: None, selection)
 
@@ -164,8 +166,11 @@ def sparse_attention(
     else:
         options = _tpu_gather.Options(scale, value_dim, block or _FETCH_BLOCK, interpret)
     with jax.named_scope("sparse_attention"):
-        rows_BQN, exists_BQN = key_rows.physical_rows(indices_BQN, kv_latent, page_table_BP)
+        if indices_BQN.dtype != jnp.int32:
+            # A wider number might become another one's.
+            exists_BQN = (indices_BQN >= 0) & (indices_BQN < positions)
+            indices_BQN = jnp.where(exists_BQN, indices_BQN, -1).astype(jnp.int32)
         table = () if page_table_BP is None else (page_table_BP,)
-        q, kv, *which = match_varying(q_BQHC, kv_latent, indices_BQN, rows_BQN, exists_BQN, *table)
+        q, kv, *which = match_varying(q_BQHC, kv_latent, indices_BQN, *table)
         selection = Selection(*which, *([] if paged else [None]))
         return _attention(options, q, kv, selection)

@@ -150,23 +150,26 @@ def _masked_attention(
             selected_BQS = jnp.zeros((batch, rows.shape[1], keys), bool).at[b, t, one].set(True, mode="drop")
             used_BS1 = jnp.any(selected_BQS, axis=1)[..., None]
         kv = jnp.where(used_BS1, kv_BSC, jnp.zeros((), dtype))
-        # Another query's row may not be finite.
+        # Another query's row, or another query, may not be finite.
         kv, poison_BS = key_rows.finite_rows(kv)
+        q, poison_BQH = key_rows.finite_rows(q.astype(dtype))
         with jax.named_scope("logits"):
-            logits = scale * jnp.einsum("bqhc,bsc->bhqs", q.astype(dtype), kv, precision=_HIGHEST)
-            logits = logits + poison_BS[:, None, None]
+            logits = scale * jnp.einsum("bqhc,bsc->bhqs", q, kv, precision=_HIGHEST)
+            logits = logits + poison_BS[:, None, None] + jnp.swapaxes(poison_BQH, 1, 2)[..., None]
         with jax.named_scope("softmax"):
             logits = jnp.where(selected_BQS[:, None], logits, -jnp.inf)
             maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
             maximum = jnp.where(jnp.isneginf(maximum), 0, maximum)
-            weights = jnp.exp(logits - maximum)
+            weights = jnp.where(selected_BQS[:, None], jnp.exp(logits - maximum), 0)
             total = jnp.sum(weights, axis=-1)
             empty = total == 0
             safe = jnp.where(empty, 1, total)
+            # A sum that is NaN must not reach the keys that were not selected, by their gradients.
+            weights = jnp.where(selected_BQS[:, None], weights / safe[..., None], 0)
         with jax.named_scope("values"):
-            o = jnp.einsum(
-                "bhqs,bsv->bqhv", weights / safe[..., None], kv[..., :value_dim], precision=_HIGHEST
-            )
+            o = jnp.einsum("bhqs,bsv->bqhv", weights, kv[..., :value_dim], precision=_HIGHEST)
+            # Whatever comes back for a row without a key stops here.
+            o = jnp.where(jnp.swapaxes(empty, 1, 2)[..., None], 0, o)
         logsumexp = jnp.where(empty, -jnp.inf, maximum[..., 0] + jnp.log(safe))
         return o.astype(q_BQHC.dtype), jnp.swapaxes(logsumexp, 1, 2)
 

@@ -371,6 +371,11 @@ def load(
     """
     if mesh is not None:
         check_mesh(mesh)
+        if not isinstance(mesh, jax.sharding.Mesh):
+            raise ValueError(
+                "The mesh is an AbstractMesh, which has no devices to load onto; make one with "
+                "moe28t_jax.parallel.make_mesh."
+            )
     found = resolve(source)
     try:
         found_dtype = np.dtype(jnp.dtype(dtype))

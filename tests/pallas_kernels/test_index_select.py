@@ -261,6 +261,67 @@ def random_problem(batch=2, queries=9, heads=4, channels=32, keys=300, seed=0):
     return q, k, weights, positions
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_positions_of_any_size_and_type(implementation):
+    """The largest number sees all keys, the smallest none, and neither changes what others see."""
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((1, 4, 2, 8), (1, 300, 8)))
+    weights = jnp.asarray(rng.standard_normal((1, 4, 2)), jnp.float32)
+
+    def chosen(positions, dtype):
+        return np.asarray(
+            index_select.select(q, k, weights, np.array([positions], dtype), 4, implementation=implementation)
+        )
+
+    expected = chosen([10, 20, 299, -1], np.int32)
+    for highest, lowest in ((2**31 - 1, -(2**31)), (2**31 - 2, -5)):
+        np.testing.assert_array_equal(chosen([10, 20, highest, lowest], np.int32), expected)
+    narrow = chosen([10, 20, 100, -1], np.int32)
+    np.testing.assert_array_equal(chosen([10, 20, 100, -1], np.int8), narrow)
+    visible = ~np.isneginf(
+        np.asarray(index_select.scores(q, k, weights, np.array([[10, 20, 100, -1]], np.int8)))
+    )
+    np.testing.assert_array_equal(visible.sum(axis=-1), [[11, 21, 101, 0]])
+
+
+def test_a_query_without_keys_leaves_no_trace_in_dense_scores():
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((1, 4, 2, 8), (1, 12, 8)))
+    weights = jnp.asarray(rng.standard_normal((1, 4, 2)), jnp.float32)
+    positions = jnp.array([[3, 11, 7, -1]])
+
+    def gradients(q, weights):
+        def loss(*arrays):
+            scores = index_select.scores_at(*arrays, query_positions=positions)
+            return jnp.sum(jnp.where(scores > -1e29, jnp.sin(scores), 0))
+
+        return jax.grad(loss, (0, 1, 2))(q, k, weights)
+
+    expected = gradients(q.at[:, 3].set(0), weights.at[:, 3].set(0))
+    for poisoned in ((q.at[:, 3].set(jnp.nan), weights), (q, weights.at[:, 3].set(jnp.nan))):
+        for found, wanted in zip(gradients(*poisoned), expected, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
+def test_nothing_to_score():
+    def shapes(batch, queries, heads, keys):
+        return (
+            jnp.zeros((batch, queries, heads, 8)),
+            jnp.zeros((batch, keys, 8)),
+            jnp.zeros((batch, queries, heads)),
+        )
+
+    for batch, queries, keys in ((0, 2, 5), (1, 0, 5), (1, 2, 0)):
+        arrays = shapes(batch, queries, 2, keys)
+        assert index_select.scores_at(*arrays).shape == (batch, queries, keys)
+        indices = jnp.zeros((batch, queries, 3), jnp.int32)
+        found = index_select.scores_at(*arrays, indices)
+        assert found.shape == (batch, queries, 3) and (np.asarray(found) == index_select.MASKED_SCORE).all()
+    assert index_select.scores_at(*shapes(1, 2, 2, 5), jnp.zeros((1, 2, 0), jnp.int32)).shape == (1, 2, 0)
+    with pytest.raises(ValueError, match="q_index has 0 heads of 8 channels"):
+        index_select.select(*shapes(1, 2, 0, 5), jnp.zeros((1, 2), jnp.int32), 3)
+
+
 def test_keys_that_are_not_visible_may_be_nan():
     q, k, weights, positions = random_problem()
     positions = jnp.minimum(positions, 150).at[0, 0].set(-1)

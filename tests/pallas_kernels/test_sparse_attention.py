@@ -206,6 +206,36 @@ def test_a_nan_reaches_the_queries_that_select_it_alone(form):
     assert np.isnan(np.asarray(o)[selects]).all() and np.isnan(np.asarray(logsumexp)[selects]).all()
 
 
+@pytest.mark.parametrize("form", ["reference", "gathered", "masked"])
+@pytest.mark.parametrize("place", ["query", "cotangent", "row", "query that is not looked at"])
+def test_gradients_of_rows_that_a_poisoned_query_did_not_select(form, place):
+    """A query without keys gives none whatever it holds; one with keys reaches those that it selected."""
+    run = {
+        "reference": functools.partial(reference.sparse_attention),
+        "gathered": functools.partial(xla.sparse_attention, masked=False),
+        "masked": functools.partial(xla.sparse_attention, masked=True),
+    }[form]
+    rng = np.random.default_rng(0)
+    q, kv = rng.standard_normal((1, 20, 2, 8)), rng.standard_normal((1, 40, 8))
+    cotangent = rng.standard_normal((1, 20, 2, 6))
+    indices = np.stack([rng.permutation(39)[:5] for _ in range(20)])[None].astype(np.int32)
+    poisoned = set()
+    if place == "row":
+        kv[0, 39], indices[0, 3, 0], cotangent[0, 3] = np.nan, 39, 0
+        poisoned = set(indices[0, 3].tolist())
+    elif place == "query that is not looked at":
+        q[0, 3], cotangent[0, 3] = np.nan, 0
+        poisoned = set(indices[0, 3].tolist())
+    else:
+        indices[0, 3] = -1
+        (q if place == "query" else cotangent)[0, 3] = np.nan
+    arrays = (jnp.asarray(a, jnp.float32) for a in (q, kv))
+    _, pullback = jax.vjp(lambda q, kv: run(q, kv, jnp.asarray(indices), 0.5, 6)[0], *arrays)
+    _, dkv = pullback(jnp.asarray(cotangent, jnp.float32))
+    found = set(np.flatnonzero(np.isnan(np.asarray(dkv)[0]).any(axis=-1)).tolist())
+    assert found <= poisoned
+
+
 def test_extreme_logits_neither_overflow_nor_vanish():
     q, kv, indices, _ = random_problem()
     for scale in (1e4, -1e4):
@@ -331,6 +361,32 @@ def test_merge_ignores_what_an_empty_part_holds():
     o, logsumexp = sparse_attention.merge(outputs, logsumexps)
     np.testing.assert_array_equal(o, [[1.0, 2.0], [0.0, 0.0]])
     np.testing.assert_array_equal(logsumexp, [1000.0, -np.inf])
+
+
+@pytest.mark.parametrize("highest", [0.0, -88.0, -89.0, -200.0, 300.0])
+def test_gradients_beside_an_empty_part(highest):
+    """The exponential of what is not there, beside a low maximum, would be infinite and its gradient NaN."""
+    outputs = jnp.array([[1.0, 2.0], [0.0, 0.0], [3.0, 1.0]])
+    logsumexps = jnp.array([highest, -jnp.inf, highest - 1])
+
+    def loss(outputs, logsumexps):
+        o, logsumexp = sparse_attention.merge(outputs, logsumexps)
+        return o @ jnp.array([1.0, -0.5]) + 0.3 * logsumexp
+
+    share = 1 / (1 + np.exp(-1))
+    do, dlogsumexp = jax.grad(loss, (0, 1))(outputs, logsumexps)
+    weights = np.array([share, 0, 1 - share])
+    np.testing.assert_allclose(do, weights[:, None] * [1, -0.5], rtol=1e-5)
+    values = np.array([0.0, 0.0, 2.5])
+    np.testing.assert_allclose(dlogsumexp, weights * (values - weights @ values) + 0.3 * weights, atol=1e-5)
+
+
+def test_no_pages():
+    q, kv, indices, _ = random_problem()
+    o, logsumexp = sparse_attention.sparse_attention(
+        q, kv, indices, 0.4, 7, page_table=jnp.zeros((q.shape[0], 0), jnp.int32)
+    )
+    assert not np.asarray(o).any() and np.isneginf(np.asarray(logsumexp)).all()
 
 
 @pytest.mark.usefixtures("x64")

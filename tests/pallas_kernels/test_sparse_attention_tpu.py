@@ -358,19 +358,63 @@ def test_shared_keys_in_bfloat16() -> None:
 
 
 def test_bits_of_the_selection() -> None:
-    """More words than one step makes; an index beyond the cache cannot occur, -1 sets nothing."""
+    """More words than one step makes; a negative index and one beyond the words set nothing."""
     keys = 70_000
     rng = np.random.default_rng(23)
     indices = np.stack([rng.permutation(keys)[:SELECTED] for _ in range(8)])[None].astype(np.int32)
-    indices[0, :, 3] = -1
+    indices[0, :, 3:8] = -1, -128, -(2**31), 24 * 4096, 2**31 - 1
     indices[0, :2, 0] = 0, keys - 1
     words = np.asarray(_tpu_shared.selection_bits(jnp.asarray(indices), keys, INTERPRET)).view(np.uint32)
     bits = (words[0, :, :, None, :] >> np.arange(32, dtype=np.uint32)[:, None]) & 1
     dense = np.swapaxes(bits, 0, 1).reshape(8, -1)
     expected = np.zeros_like(dense)
     for row, chosen in zip(expected, indices[0], strict=True):
-        row[chosen[chosen >= 0]] = 1
+        row[chosen[(chosen >= 0) & (chosen < keys)]] = 1
     np.testing.assert_array_equal(dense, expected)
+
+
+@pytest.mark.parametrize("keys", [64, 4096, 5000])
+def test_bits_of_keys_that_exist(keys: int) -> None:
+    def unpacked(words: Any) -> np.ndarray:
+        bits = (
+            np.asarray(words).view(np.uint32)[:, :, 0, None] >> np.arange(32, dtype=np.uint32)[:, None]
+        ) & 1
+        return bits.reshape(bits.shape[0], -1)
+
+    found = _tpu_shared.existing_bits(keys, None, 0)
+    assert (found is None) == (keys == 4096)
+    if found is not None:
+        np.testing.assert_array_equal(
+            unpacked(found), (np.arange(8192 if keys > 4096 else 4096) < keys)[None]
+        )
+    page = 8
+    table = np.arange(2 * (keys // page), dtype=np.int32).reshape(2, -1)
+    table[0, 1], table[1, 0], table[1, -1] = -1, -7, table.size
+    dense = unpacked(_tpu_shared.existing_bits(keys, jnp.asarray(table), table.size))
+    exists = np.repeat((table >= 0) & (table < table.size), page, axis=1)
+    np.testing.assert_array_equal(dense[:, :keys], exists)
+    assert not dense[:, keys:].any()
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_indices_beyond_the_cache_are_skipped_where_keys_are_shared(paged: bool) -> None:
+    """Also those within the last word, those of pages that are not there, and wider numbers."""
+    q, kv = inputs(41, keys=LONG)
+    indices = random_indices(42, keys=LONG)
+    indices[:, :, :3] = LONG, 2**31 - 1, -5
+    table = None
+    pages = kv
+    if paged:
+        page = 64
+        table = np.arange(BATCH * (LONG // page), dtype=np.int32).reshape(BATCH, -1)
+        pages = jnp.asarray(kv)[:, : LONG // page * page].reshape(-1, page, WIDTH)
+        table[:, 2], table[:, 3] = -1, table.size
+        indices[:, :, 3:5] = 2 * page + 1, 3 * page + 2
+    found = run_shared(q, pages, indices, None if table is None else jnp.asarray(table))
+    keep = (indices >= 0) & (indices < LONG)
+    if paged:
+        keep &= (indices // 64 != 2) & (indices // 64 != 3) & (indices < LONG // 64 * 64)
+    assert_equal(found, oracle(q, kv, np.where(keep, indices, -1)), jnp.float32)
 
 
 def test_who_shares() -> None:

@@ -20,7 +20,7 @@ from moe28t_jax.parallel import (
     place_parameters,
     sequence,
 )
-from moe28t_jax.parallel.vocabulary import log_probabilities
+from moe28t_jax.parallel.vocabulary import embed, log_probabilities
 from moe28t_jax.weights import declared_values, quantize_experts
 from pallas_kernels import delta_rule, index_select
 from pallas_kernels.index_select import xla as selection
@@ -393,7 +393,20 @@ def compare_log_probabilities() -> dict[str, float]:
         one, slope = log_probabilities(*arrays), gradient()
         with jax.set_mesh(make_mesh({"data": 2, "tensor": 2, "context": 2})):
             many, many_slope = jax.jit(lambda *xs: log_probabilities(*xs))(*arrays), gradient()
+            # A frequent token's row, of which devices hold copies and terms, in bfloat16.
+            terms = jnp.asarray(1 + rng.uniform(size=(4, 6, 2)), jnp.bfloat16)
+
+            def row(table: Any, ids: Any) -> Any:
+                rows = embed(table.astype(jnp.bfloat16), ids)
+                return jnp.sum(rows.astype(jnp.float32) * terms.astype(jnp.float32))
+
+            slopes = jax.jit(jax.grad(row))(jnp.zeros((16, 2), jnp.float32), arrays[1])
+        wanted = np.zeros((16, 2))
+        np.add.at(wanted, ids, np.asarray(terms, np.float64))
         return {
+            "embedding": float(
+                np.max(np.abs(np.asarray(slopes, np.float64) - wanted) / np.maximum(wanted, 1))
+            ),
             "one device": difference(np.asarray(one), expected),
             "mesh": difference(np.asarray(many), expected),
             "gradient": difference(np.asarray(slope), np.asarray(many_slope)),

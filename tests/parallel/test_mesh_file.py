@@ -100,6 +100,10 @@ def test_a_file_is_found_by_path_too(tmp_path: Path) -> None:
         ("data = 1", "data = 1\nmodel = 2\nfsdp = 3", r"unknown keys axes\.model, axes\.fsdp; it may have axes\.data"),
         ('kind = "h200"', 'kind = "h200"\nprice = 3', r"unknown key price"),
         ('kind = "h200"', "kind = h200", r"is not TOML"),
+        ('kind = "h200"', "kind = " + "[" * 20_000, r"is not TOML that can be read"),
+        ("data = 1", "data = " + "9" * 5_000, r"is not TOML that can be read"),
+        ("data = 1", 'pad_experts = 1\ndata = 1', r"unknown key axes\.pad_experts"),
+        ('kind = "h200"', 'kind = "h200"\npad_experts = 1', r"pad_experts = 1, where true or false is expected"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, sentence: str | None) -> None:

@@ -298,7 +298,8 @@ def test_strangers_are_sent_away() -> None:
     port = free_port()
     arguments = [[str(number), "2", str(port), "20"] for number in range(2)]
     with started(WATCH, 1, arguments) as (first,):
-        for greeting in (b"GET / HTTP/1.1\r\n\r\n", b"5\n", b'{"process": 1}\n', b"\xff\n"):
+        deep = b"[" * 200_000 + b"\n"
+        for greeting in (b"GET / HTTP/1.1\r\n\r\n", b"5\n", b'{"process": 1}\n', b"\xff\n", deep):
             stranger = None
             while stranger is None:
                 try:
@@ -312,6 +313,32 @@ def test_strangers_are_sent_away() -> None:
         with started(WATCH, 1, arguments[1:]) as (second,):
             for process in (first, second):
                 assert process.stdout is not None and process.stdout.readline() == "together\n"
+
+
+@pytest.mark.parametrize("number", [2, -1])
+def test_a_number_that_no_process_has_is_refused(number: int) -> None:
+    port = free_port()
+    with started(WATCH, 2, [["0", "2", str(port), "20"], [str(number), "2", str(port), "20"]]) as (
+        first,
+        other,
+    ):
+        output, _ = first.communicate(timeout=60)
+        assert first.returncode == 3 and f"says that it is number {number} of 2" in output
+        output, _ = other.communicate(timeout=60)
+        assert other.returncode == 3 and "different numbers" in output
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this system has no IPv6")
+def test_the_first_process_is_reached_by_either_address() -> None:
+    port = free_port()
+    over_ipv6 = WATCH.replace('"127.0.0.1"', '"::1"')
+    with (
+        started(WATCH, 1, [["0", "3", str(port), "20"]]) as (first,),
+        started(WATCH, 1, [["1", "3", str(port), "20"]]) as (second,),
+        started(over_ipv6, 1, [["2", "3", str(port), "20"]]) as (third,),
+    ):
+        for process in (first, second, third):
+            assert process.stdout is not None and process.stdout.readline() == "together\n"
 
 
 def test_a_process_that_does_not_come_is_named() -> None:

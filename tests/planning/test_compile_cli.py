@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,71 @@ def test_a_training_step_for_eight_devices() -> None:
             ["--mesh", "cpu-8", "--preset", "nano", "--layers", "99"],
             "layers is 99; this configuration has 1 to 8",
         ),
+        (
+            [
+                "--mesh",
+                "cpu-8",
+                "--preset",
+                "nano",
+                "--phase",
+                "prefill",
+                "--chunk",
+                "512",
+                "--context",
+                "64",
+            ],
+            "--chunk 512 is more than the 64 tokens of --context",
+        ),
+        (
+            ["--mesh", "MESH 2x2x4"],
+            "The topology 2x2x4 of the mesh 'mine' has 3 numbers; that of GPUs is hosts x chips",
+        ),
+        (["--mesh", "MESH 4"], "Mesh 'mine' counts 4 devices per chip; a NVIDIA H200"),
     ],
 )
 def test_mistakes_end_in_a_sentence(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # This process has its devices already.
+    monkeypatch.setattr(topology, "prepare_environment", lambda mesh: None)
+    if arguments[1].startswith("MESH"):
+        wiring = arguments[1].removeprefix("MESH ")
+        text = (ROOT / "mesh_configs" / "h200-16.toml").read_text("utf-8")
+        chips = prod(int(size) for size in wiring.split("x"))
+        text = text.replace('topology = "2x8"', f'topology = "{wiring}"').replace(
+            "chips = 16", f"chips = {chips}"
+        )
+        (tmp_path / "mine.toml").write_text(text, "utf-8")
+        arguments = ["--mesh", str(tmp_path / "mine.toml")]
     assert main(["compile", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--batch", "9999999999", "9999999999 is more than 2147483647"),
+        ("--batch", "9" * 400, "is more than 2147483647"),
+        ("--save", "", "an empty text is no path; name one"),
+    ],
+)
+def test_values_that_no_program_could_have(
+    option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["compile", "--mesh", "cpu-8", option, value])
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_temporaries_of_a_cpu_need_memory_too() -> None:
+    """Its compiler's peak leaves them out."""
+    report = compiled(*LAYER[:4], "--phase", "prefill", "--context", "256", "--batch", "8")
+    held = report["argument_bytes_per_device"] + report["temporary_bytes_per_device"]
+    assert report["peak_bytes_per_device"] >= held and report["chunk"] == 256
 
 
 @pytest.mark.parametrize(

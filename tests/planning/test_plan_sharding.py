@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.model import indexer_loss, init_cache
 from moe28t_jax.model.parameters import abstract
-from moe28t_jax.parallel import AXES, MeshFile, config_on, load_mesh_file, mesh_file_names
+from moe28t_jax.parallel import AXES, MeshFile, batch_layout, config_on, load_mesh_file, mesh_file_names
 from moe28t_jax.parallel.experts_dispatch import SLACK, bounds, choose_placement
 from moe28t_jax.parallel.sharding import cache_shardings, parameter_shardings
 from moe28t_jax.planning import activations, chip, make_plan
@@ -103,6 +104,19 @@ def test_rows_of_experts_are_those_of_the_program(ranks: int, tokens: int) -> No
     placement = choose_placement(tokens, top_k, ranks, moe.num_experts)
     limits = bounds(owned, top_k, ranks, moe.num_experts, placement, SLACK, tokens)
     assert expert_rows(moe, ranks, tokens) == (limits.rows, limits.experts - moe.num_experts // ranks)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 9, 64])
+@pytest.mark.parametrize("context", [1024, 1023])
+def test_training_lays_its_rows_out_as_the_step_does(batch: int, context: int) -> None:
+    file = load_mesh_file("v5p-4x4x4")
+    for data, expert, tensor in ((8, 1, 8), (1, 8, 8), (2, 4, 8)):
+        axes = {axis: 1 for axis in AXES} | {"data": data, "expert": expert, "tensor": tensor}
+        plan = make_plan(MOE28T, replace(file, axes=axes), "train", batch, context)
+        layout = batch_layout(batch, SimpleNamespace(shape=axes))
+        assert layout is not None
+        tokens = (batch // layout.size(layout.rows)) * (context // layout.size(layout.token_axes(context)))
+        assert plan.work.tokens == tokens
 
 
 def test_empty_places_are_held_and_no_parameters() -> None:

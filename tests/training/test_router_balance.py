@@ -99,6 +99,7 @@ def test_the_result_does_not_depend_on_a_constant_in_the_bias(x64) -> None:
 
 def test_violation_of_an_even_and_a_one_sided_load() -> None:
     assert float(max_violation(jnp.full((8,), 3.0))) == 0
+    assert float(max_violation(jnp.zeros((8,)))) == 0
     assert float(max_violation(jnp.asarray([8.0, 0, 0, 0, 0, 0, 0, 0]))) == 7
 
 

@@ -22,7 +22,7 @@ from moe28t_jax.cli.checkpoints import (
     run_convert,
     run_fake_checkpoint,
 )
-from moe28t_jax.cli.common import device_failure
+from moe28t_jax.cli.common import device_failure, some_path
 from moe28t_jax.cli.compile import add_compile_options, run_compile
 from moe28t_jax.cli.demo import IMAGE_QUESTION, TOOL_QUESTION, run_demo
 from moe28t_jax.cli.files import run_inspect, run_score
@@ -87,7 +87,16 @@ def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPar
 def _check_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """End with the command that was probably meant, where the first word is none."""
     commands = _commands(parser)
+    command = next((word for word in words if word in commands), None)
+    if words and words[0].startswith("--") and command is not None:
+        option = words[0].partition("=")[0]
+        if option in commands[command]._option_string_actions:
+            commands[command].error(f"{option} goes behind the command: moe28t {command} {option}")
     if words and not words[0].startswith("-") and words[0] not in commands:
+        if words[0] == "serve":
+            parser.error(
+                "there is no command 'serve' yet: the HTTP service is planned; chat and generate are there."
+            )
         near = difflib.get_close_matches(words[0], commands, 1)
         meant = f"did you mean {near[0]}?" if near else f"it has: {', '.join(commands)}."
         parser.error(f"there is no command {words[0]!r}; {meant}")
@@ -147,9 +156,13 @@ def _sentence(error: Exception) -> str:
 
 
 def _positive(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
+    digits = text.strip()
+    if not digits.isdecimal() or not digits.strip("0"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return int(text)
+    # Longer than any dimension of an array.
+    if len(digits) > 10 or int(digits) >= 2**31:
+        raise argparse.ArgumentTypeError(f"{text[:20]}{'...' * (len(text) > 20)} is more than {2**31 - 1}")
+    return int(digits)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -196,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
         help="try these kernels first, which are compiled and tested for their chips but have not run on one",
     )  # fmt: skip
     loaded.add_argument(
-        "--programs", type=Path, metavar="FOLDER",
+        "--programs", type=some_path, metavar="FOLDER",
         help="keep compiled programs there and use those that are there, as moe28t compile --save kept them",
     )  # fmt: skip
     sampled = _Parser(add_help=False)
@@ -235,7 +248,8 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = add(
         "generate", run_generate, "continue a text, or answer a conversation",
-        ['--prompt "import os"', '--chat "Sort 8 2 5 1." --effort high', '--chat "Describe it." --image a.png',
+        ['--prompt "import os" --temperature 0.7', '--chat "Sort 8 2 5 1." --effort high',
+         '--chat "Describe it." --image a.png',
          '--chat "Read left8.txt." --demo-tools', "--messages request.json --json"],
         json_option, loaded, settings, sampled, talk,
     )  # fmt: skip
@@ -315,7 +329,7 @@ def _parser() -> argparse.ArgumentParser:
 
     fake = add(
         "fake-checkpoint", run_fake_checkpoint, "write a checkpoint with drawn weights in the public layout",
-        ["--preset nano --out small", "--preset kimi-k3 --layers 2 --experts 8 --out two --json"],
+        ["--preset nano --out small", "--preset kimi-k3 --layers 2 --experts 16 --out two --json"],
         json_option, settings,
     )  # fmt: skip
     add_fake_checkpoint_options(fake, _positive)

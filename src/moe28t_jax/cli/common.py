@@ -32,6 +32,19 @@ def chunk_of(options: argparse.Namespace) -> int | None:
     return options.chunk
 
 
+def check_chunk(chunk: int | None, context: int) -> None:
+    """End with a sentence where a step would read more new tokens than a row holds."""
+    if chunk is not None and chunk > context:
+        fail(f"--chunk {chunk} is more than the {context} tokens of --context; make it no larger.")
+
+
+def some_path(text: str) -> Path:
+    """An option's path; an empty one would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text is no path; name one")
+    return Path(text)
+
+
 # Characters that a terminal may take for commands, by code point, as visible signs.
 _CONTROLS = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
 _CONTROLS |= {0x7F: "\u2421"} | {code: "\ufffd" for code in range(0x80, 0xA0)}

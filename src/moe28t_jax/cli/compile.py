@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from moe28t_jax.cli.common import chunk_of, fail, json_text, keep_programs, overrides
+from moe28t_jax.cli.common import check_chunk, chunk_of, fail, json_text, keep_programs, overrides, some_path
 
 
 def run_compile(options: argparse.Namespace) -> int:
@@ -18,6 +18,7 @@ def run_compile(options: argparse.Namespace) -> int:
     chunk = chunk_of(options)
     config = slice_config(ModelConfig.preset(options.preset).override(overrides(options)), options.layers)
     mesh = load_mesh_file(options.mesh)
+    check_chunk(chunk, options.context or min(mesh.context, config.max_context))
     if options.text is not None and not options.text.parent.is_dir():
         fail(
             f"--text {str(options.text)!r} is in a folder that does not exist; make {str(options.text.parent)!r}."
@@ -101,7 +102,7 @@ def add_compile_options(command: argparse.ArgumentParser, positive: Any) -> None
     )  # fmt: skip
     command.add_argument(
         "--save",
-        type=Path,
+        type=some_path,
         metavar="FOLDER",
         help="keep the compiled program there, for --programs of the commands that load a model",
     )

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from moe28t_jax.cli.common import chunk_of, fail, json_text, overrides
+from moe28t_jax.cli.common import check_chunk, chunk_of, fail, json_text, overrides
 
 CHIPS_BATCH, CHIPS_CONTEXT = 8, 131_072
 """What `--chips` plans for when nothing else is said; a mesh file brings its own."""
@@ -48,21 +48,16 @@ def _plan(options: argparse.Namespace, config: Any, prices: Any) -> Any:
     if options.mesh is not None:
         mesh = load_mesh_file(options.mesh)
         context = options.context or min(mesh.context, config.max_context)
-        _check_chunk(chunk, context)
+        check_chunk(chunk, context)
         return make_plan(config, mesh, batch=options.batch, context=context, **common)
     kind, separator, text = options.chips.partition(":")
     if not separator or not text.isdecimal() or int(text) < 1:
         fail(f"--chips {options.chips!r} is not KIND:COUNT, for example --chips h200:16.")
     context = options.context or min(CHIPS_CONTEXT, config.max_context)
-    _check_chunk(chunk, context)
+    check_chunk(chunk, context)
     return search(
         config, kind, int(text), batch=options.batch or CHIPS_BATCH, context=context, **common,
     )  # fmt: skip
-
-
-def _check_chunk(chunk: int | None, context: int) -> None:
-    if chunk is not None and chunk > context:
-        fail(f"--chunk {chunk} is more than the {context} tokens of --context; make it no larger.")
 
 
 def run_licence(options: argparse.Namespace) -> int:

@@ -44,11 +44,17 @@ def make_mesh(
                 )
         sizes = tuple(mesh_file.get(axis, 1) for axis in AXES)
     else:
-        sizes = (mesh_file if isinstance(mesh_file, MeshFile) else load_mesh_file(mesh_file)).sizes
+        mesh_file = mesh_file if isinstance(mesh_file, MeshFile) else load_mesh_file(mesh_file)
+        sizes = mesh_file.sizes
     found = list(jax.devices() if devices is None else devices)
     needed = prod(sizes)
     if needed > len(found):
         shown = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True) if size > 1)
+        if isinstance(mesh_file, MeshFile) and mesh_file.kind != "cpu" and found[0].platform == "cpu":
+            raise ValueError(
+                f"The mesh {mesh_file.name} of {mesh_file.kind} chips needs {needed} devices and there are "
+                f"{len(found)}, of a CPU; run it on such chips, or take the mesh cpu-8 to try a mesh here."
+            )
         raise ValueError(
             f"The mesh {shown} needs {needed} devices and there are {len(found)}; take a smaller mesh, or on a host "
             f"without accelerators set XLA_FLAGS=--xla_force_host_platform_device_count={needed} before JAX starts."

@@ -91,7 +91,7 @@ def load_mesh_file(source: str | Path) -> MeshFile:
     Raises FileNotFoundError, listing the names, where there is neither; ValueError for content that is no mesh.
     """
     path = Path(source)
-    if path.suffix == ".toml" or path.is_file():
+    if path.is_file() or (path.suffix == ".toml" and path.exists()):
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -126,8 +126,8 @@ def _folder() -> Any:
 def _parse(name: str, shown: str, text: str) -> MeshFile:
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"The mesh file {shown!r} is not TOML: {error}.") from None
+    except (ValueError, RecursionError) as error:  # also numbers and tables beyond what Python reads
+        raise ValueError(f"The mesh file {shown!r} is not TOML that can be read: {error}.") from None
     _check_keys(shown, "", document, tuple(_TOP), _OPTIONAL)
     for key, kind in _TOP.items():
         if key in document and (

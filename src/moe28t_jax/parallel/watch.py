@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -40,6 +41,19 @@ def _leave(sentence: str) -> NoReturn:
         sys.stdout.flush()
     os.write(2, f"{sentence}\n".encode())
     os._exit(1)
+
+
+def _listen_everywhere(port: int, backlog: int) -> socket.socket:
+    """A socket for connections by IPv4 and, where the system has it, by IPv6: a coordinator may be named by either."""
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
+            )
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+    return socket.create_server(("", port), backlog=backlog)
 
 
 class _Line:
@@ -74,7 +88,7 @@ class _Line:
         line, _, self._rest = self._rest.partition(b"\n")
         try:
             message = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return message if isinstance(message, dict) else None
 
@@ -121,7 +135,7 @@ class Watch:
         end = time.monotonic() + self._timeout
         host, port = address
         try:
-            server = socket.create_server(("", port), backlog=self._processes)
+            server = _listen_everywhere(port, self._processes)
         except OSError as error:
             raise HostError(
                 f"Process 0 cannot listen on port {port} ({error.strerror}); end what uses it, or set "
@@ -140,7 +154,8 @@ class Watch:
                     connection.close()
                     continue
                 number = hello["process"]
-                if hello["processes"] != self._processes or number in self._lines or number == 0:
+                fits = 0 < number < self._processes and number not in self._lines
+                if hello["processes"] != self._processes or not fits:
                     line.send(refused=f"process 0 expects {self._processes} processes with different numbers")
                     raise HostError(
                         f"A process on {hello['host']} says that it is number {number} of {hello['processes']}, and "

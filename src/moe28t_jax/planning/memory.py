@@ -99,7 +99,8 @@ class Work:
 
 
 def decode_spread(batch: int, axes: Mapping[str, int]) -> Rows:
-    """What `expert` carries in decode: rows where `data` x `expert` divides them, else the tokens of long rows."""
+    """What `expert` carries in decode and training: rows where `data` x `expert` divides them, else the tokens of long
+    rows."""
     return "batch" if batch % (axes["data"] * axes["expert"]) == 0 else "context"
 
 
@@ -113,15 +114,16 @@ def divide_work(
     spread: Rows,
     lanes: int = 1,
 ) -> Work:
-    """Rows and tokens of the busiest device. `spread`: whether `expert` carries rows or the tokens of long rows; for
-    decode see `decode_spread`, a prefill chunk is always divided by tokens, and training by rows. Rows that `data` does
-    not divide are repeated over it."""
+    """Rows and tokens of the busiest device. `spread`: whether `expert` carries rows or the tokens of long rows; see
+    `decode_spread` for decode and training; a prefill chunk is always divided by tokens. Rows that `data` does not
+    divide are repeated over it, and in training tokens of a row that their axes do not divide."""
     data, expert, context_axis = (axes[axis] for axis in ("data", "expert", "context"))
     as_rows, as_tokens = (expert, 1) if spread == "batch" else (1, expert)
-    if phase != "train" and batch % data:
+    if batch % data:
         data = 1
     rows = ceil_div(batch, data * as_rows)
-    cached = ceil_div(context, context_axis * as_tokens)
+    whole = phase == "train" and context % (context_axis * as_tokens) != 0
+    cached = context if whole else ceil_div(context, context_axis * as_tokens)
     microbatches = 1
     if phase == "decode":
         # One microbatch, whatever the stages: see `model.pipeline.num_microbatches`.
@@ -138,7 +140,7 @@ def divide_work(
         # A step takes all rows at once; through pipeline stages, of which it has none yet, they would go one by one.
         microbatches = rows if axes["stage"] > 1 else 1
         tokens = head_rows = rows // microbatches * cached
-        group = tokens * expert
+        group = tokens * (as_rows if whole else expert)
         step_tokens = batch * context
     routed = bound = 0
     if config.moe is not None:

@@ -297,19 +297,25 @@ def _divide(
     spreads: dict[Phase, Rows] = {
         "decode": decode_spread(batch, mesh.axes),
         "prefill": "context",
-        "train": "batch",
+        "train": decode_spread(batch, mesh.axes),
     }
     work = divide_work(config, mesh.axes, phase, batch, context, chunk, spreads[phase], device.cache_lanes)
     return work, device_bytes(config, mesh.axes, work, device.memory_bytes)
 
 
-def _check(config: ModelConfig, mesh: MeshFile, phase: Phase, batch: int, context: int, chunk: int) -> Chip:
+def check_chip(mesh: MeshFile) -> Chip:
+    """The chip of a mesh. Raises ValueError for one that is not known, or that is another number of devices."""
     device = chip(mesh.kind)
     if mesh.devices_per_chip != device.devices_per_chip:
         raise ValueError(
             f"Mesh {mesh.name!r} counts {mesh.devices_per_chip} devices per chip; a {device.name} is "
             f"{device.devices_per_chip}."
         )
+    return device
+
+
+def _check(config: ModelConfig, mesh: MeshFile, phase: Phase, batch: int, context: int, chunk: int) -> Chip:
+    device = check_chip(mesh)
     if phase not in PHASES:
         raise ValueError(f"The phase is {phase!r}; it is one of {', '.join(PHASES)}.")
     for name, value in (("batch", batch), ("context", context), ("chunk", chunk)):

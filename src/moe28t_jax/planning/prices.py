@@ -49,8 +49,8 @@ def _shipped() -> Prices:
 def _parse(shown: str, text: str) -> Prices:
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"The price table {shown!r} is not TOML: {error}.") from None
+    except (ValueError, RecursionError) as error:  # also numbers and tables beyond what Python reads
+        raise ValueError(f"The price table {shown!r} is not TOML that can be read: {error}.") from None
     known = {"currency": str, "note": str, "per_chip_hour": dict}
     for key in document:
         if key not in known:

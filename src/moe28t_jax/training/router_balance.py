@@ -31,5 +31,6 @@ def quantile_balance(
 
 
 def max_violation(load_E: Float[Array, " E"]) -> Float[Array, ""]:
-    """Highest load over the mean load, minus 1."""
-    return jnp.max(load_E) / jnp.mean(load_E) - 1
+    """Highest load over the mean load, minus 1; 0 without any load."""
+    mean = jnp.mean(load_E)
+    return jnp.where(mean > 0, jnp.max(load_E) / jnp.where(mean > 0, mean, 1) - 1, 0)

@@ -19,7 +19,7 @@ from moe28t_jax.planning.compile.minimum import destinations, least_all_to_all_b
 from moe28t_jax.planning.compile.topology import GPU_KINDS
 from moe28t_jax.planning.compile.traffic import NOTHING, Share, traffic
 from moe28t_jax.planning.compile.weights import Movement, Weight, movements
-from moe28t_jax.planning.plan import CHUNK, default_batch
+from moe28t_jax.planning.plan import CHUNK, check_chip, default_batch
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,9 @@ def compile_step(
         batch = default_batch(mesh, phase)
     if context is None:
         context = min(mesh.context, config.max_context)
-    count = {"prefill": min(chunk, context), "train": context}.get(phase, 1)
+    check_chip(mesh)
+    chunk = min(chunk, context)
+    count = {"prefill": chunk, "train": context}.get(phase, 1)
     began = time.perf_counter()
     program = lower_step(config, mesh, phase, batch, context, chunk, explicit, devices)
     lowered = time.perf_counter()
@@ -208,8 +210,8 @@ def compile_step(
         assert memory is not None
         arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         peak = memory.peak_memory_in_bytes
-        if mesh.kind in GPU_KINDS:
-            # There, temporaries are one allocation, gaps between them included.
+        if mesh.kind in GPU_KINDS or mesh.kind == "cpu":
+            # There, temporaries are one allocation, gaps between them included; a CPU's peak leaves them out.
             peak = max(peak, arguments + temporary)
         text = compiled.as_text() or ""
     done = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,12 @@ def prepare_environment(mesh: MeshFile) -> None:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     set_tpu_options(os.environ, mesh.kind)
-    # Otherwise the compiler tells on standard error that it found no device.
+    # Otherwise the compiler tells on standard error that it found no device, host or type.
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
+    if mesh.kind in TPU_KINDS:
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
     if mesh.kind == "cpu" and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         flags = f"--xla_force_host_platform_device_count={mesh.devices}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
@@ -92,9 +96,14 @@ def describe_devices(mesh: MeshFile) -> list[Any]:
             )
         # The plugin registers itself when the backends are first looked for.
         jax.devices()
-        hosts, chips = mesh.wiring if len(mesh.wiring) == 2 else (1, mesh.wiring[0])
+        if len(mesh.wiring) > 2:
+            raise ValueError(
+                f"The topology {mesh.topology} of the mesh {mesh.name!r} has {len(mesh.wiring)} numbers; that of GPUs "
+                "is hosts x chips, such as 2x8."
+            )
+        *outer, chips = list(mesh.wiring)
         found = topologies.get_topology_desc(
-            "", "cuda", target_config=gpu_target(mesh.kind), topology=f"1x{hosts}x{chips}"
+            "", "cuda", target_config=gpu_target(mesh.kind), topology=f"1x{prod(outer)}x{chips}"
         ).devices
     elif mesh.kind == "cpu":
         found = jax.devices("cpu")
