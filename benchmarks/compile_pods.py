@@ -187,10 +187,11 @@ def against(one: dict[str, Any], key: str, routing: str, unit: float) -> str:
 
 def rows(results: dict[str, Any]) -> list[str]:
     lines = [
-        "| program | peak / limit, GB | fits | compiled in, s | HBM per step, GB (x minimum), of any routing | "
-        "of uniform routing | all-to-all per step, MB, of any routing | of uniform routing (x minimum) | "
+        "| program | rows x tokens | peak / limit, GB | fits | compiled in, s | "
+        "HBM per step, GB (x minimum), of any routing | of uniform routing | "
+        "all-to-all per step, MB, of any routing | of uniform routing (x minimum) | "
         "weight copies in the loop, GB | experts gathered / unpacked |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for program in (*_promised(), *_compared()):
         name = program.name
@@ -198,17 +199,21 @@ def rows(results: dict[str, Any]) -> list[str]:
         if one is None:
             continue
         if "error" in one:
-            lines.append(f"| {name} | {one['error']} | | | | | | | | |")
+            lines.append(f"| {name} | | {one['error']} | | | | | | | | |")
             continue
+        work = f"{one['batch']:,} x {one['context']:,}"
         memory = f"{gb(one['peak_bytes_per_device'])} / {gb(one['limit_bytes_per_device'])}"
         fits = "yes" if one["fits"] else "no"
         if "hbm_bytes_per_step" not in one:
-            lines.append(f"| {name} | {memory} | {fits} | {one['compile_seconds']:.0f} | | | | | | |")
+            lines.append(
+                f"| {name} | {work} | {memory} | {fits} | {one['compile_seconds']:.0f} | | | | | | |"
+            )
             continue
         moved = [against(one, "hbm_bytes_per_step", routing, 1e9) for routing in ROUTINGS]
         sent = one["all_to_all_bytes_per_step"] / 1e6
         lines.append(
-            f"| {name} | {memory} | {fits} | {one['compile_seconds']:.0f} | {moved[0]} | {moved[1]} | {sent:.1f} | "
+            f"| {name} | {work} | {memory} | {fits} | {one['compile_seconds']:.0f} | {moved[0]} | {moved[1]} | "
+            f"{sent:.1f} | "
             f"{against(one, 'all_to_all_bytes_per_step', ROUTINGS[1], 1e6)} | "
             f"{gb(one['weight_copies_in_loop']['bytes'])} | "
             f"{one['expert_gathers']['count']} / {one['unpacked_experts']['count']} |"
