@@ -1,6 +1,8 @@
 """The balanced placement, against its promises and against a plain construction of it in numpy."""
 
 import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -136,3 +138,12 @@ def test_few_tokens_that_all_ranks_hold_take_little_room() -> None:
     """One row's next token on 64 devices: each receives it at most once, with at most its 14 experts."""
     limits = bounds(1, 16, 64, 896, "home", total=1)
     assert (limits.copies, limits.received, limits.rows) == (16, 1, 14)
+
+
+@pytest.mark.slow
+def test_empty_places_on_devices_that_hold_no_expert(
+    run_on_devices: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A stream and Orbax fill only what there is; what is saved from them has no empty places."""
+    found = run_on_devices(8, "places_worker.py:through_every_store", folder=str(tmp_path))
+    assert len(found) == 5 and all(found.values()), found
