@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import moe28t_jax as m
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.model import initialize
+from moe28t_jax.model.moe import routed_experts
 from moe28t_jax.weights import (
     CheckpointError,
     declared_values,
@@ -132,14 +132,19 @@ def test_experts_of_another_number_are_not_cut_off(data: Path, tmp_path: Path) -
 def test_one_device_computes_the_same(data: Path) -> None:
     """Bit for bit: the rows of every expert are the same ones."""
     source = data / "k31_tiny_mxfp4"
-    padded = padded_config(source)
-    assert padded.moe is not None
-    ids = np.random.default_rng(0).integers(0, padded.vocab_size, (2, 9))
-    one = m.load(source, dtype="float32")
-    other = m.load(source, dtype="float32", overrides={"moe.expert_slots": padded.moe.slots})
-    assert other.config.moe == padded.moe
-    assert one.config.parameter_count() == other.config.parameter_count()
-    np.testing.assert_array_equal(one.logits(ids, prefill=7), other.logits(ids, prefill=7))
+    plain, padded = ModelConfig.from_hf(source), padded_config(source)
+    assert plain.moe is not None and plain.moe.latent_size is not None
+    assert plain.parameter_count() == padded.parameter_count()
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((9, plain.moe.latent_size)), jnp.float32)
+    chosen = np.stack([rng.permutation(plain.moe.num_experts)[: plain.moe.num_experts_per_token] for _ in x])
+    weights, valid = jnp.asarray(rng.uniform(size=chosen.shape), jnp.float32), jnp.asarray(np.arange(9) != 4)
+
+    def run(config: ModelConfig) -> np.ndarray:
+        experts = load_layer(source, config.num_layers - 1, config, dtype=jnp.float32).mlp.experts
+        return np.asarray(routed_experts(experts, x, jnp.asarray(chosen, jnp.int32), weights, valid, config))
+
+    np.testing.assert_array_equal(run(plain), run(padded))
 
 
 def test_too_few_places_are_refused(data: Path) -> None:
