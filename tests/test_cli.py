@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import moe28t_jax as m
-from moe28t_jax import __version__, api, cli
+from moe28t_jax import __version__, api, cli, command
 from moe28t_jax.cli import files, main
 from moe28t_jax.config import shipped_folder
 from moe28t_jax.training.nano import corpus
@@ -456,3 +456,17 @@ def test_a_misspelt_option_is_answered_by_its_command(capsys, arguments, sentenc
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2 and sentence in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells by files which devices there are")
+@pytest.mark.parametrize(("names", "before", "after"), [
+    (("absent*",), None, "cpu"), (("absent*", "null"), None, None), (("absent*",), "tpu", "tpu"),
+])  # fmt: skip
+def test_the_command_does_not_look_for_devices_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], before: str | None, after: str | None
+) -> None:
+    monkeypatch.setattr(command, "_ACCELERATORS", names)
+    environment = {} if before is None else {"JAX_PLATFORMS": before}
+    monkeypatch.setattr(command.os, "environ", environment)
+    command._skip_devices_that_are_not_there()
+    assert environment.get("JAX_PLATFORMS") == after
