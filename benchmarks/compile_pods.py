@@ -64,8 +64,8 @@ class Program:
 def _promised() -> Iterator[Program]:
     """Whole programs that are held to what tests/compile checks.
 
-    Main memory is held to the minimum in decode; prefill moves mostly activations, which the minimum does not count.
-    The exchange of a single row's token, a few kilobytes per layer, is not held to it.
+    Main memory is held to the minimum in decode on TPUs; prefill moves mostly activations, which the minimum does not
+    count. The exchange of a single row's token, a few kilobytes per layer, is not held to it.
     """
     for mesh in ("tpu7x-4x4x2", "v5p-4x4x8", "v6e-16x16", "h200-16"):
         rows = "8" if mesh == "h200-16" else "64"  # as many as these few GPUs hold
@@ -73,9 +73,11 @@ def _promised() -> Iterator[Program]:
         # of two sparse layers).
         copied = 160_000_000 if mesh == "h200-16" else 0
         decode = ("--batch", rows, "--context", "131072")
-        yield Program(f"{mesh} decode", mesh, decode, 1.2, 1.2, copied)
+        # On GPUs index keys are walked in a loop whose end is computed: its traffic is not known from the text.
+        memory = None if mesh == "h200-16" else 1.2
+        yield Program(f"{mesh} decode", mesh, decode, memory, 1.2, copied)
         alone = ("--batch", "1", "--context", str(MILLION))
-        yield Program(f"{mesh} decode 1M", mesh, alone, 1.2, None, copied)
+        yield Program(f"{mesh} decode 1M", mesh, alone, memory, None, copied)
         prefill = ("--phase", "prefill", "--batch", "1", "--context", "131072")
         if mesh == "v5p-4x4x8":
             # The compiler turns four projections of a delta layer, 22 MB each, where it would turn results of
