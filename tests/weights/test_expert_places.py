@@ -15,15 +15,31 @@ from moe28t_jax.weights import (
     CheckpointError,
     declared_values,
     export_orbax,
+    load,
     load_layer,
     load_orbax,
     load_parameters,
     save_orbax,
     save_parameters,
     stream_parameters,
+    stream_target,
 )
+from moe28t_jax.weights.transfer import aligned_empty
 
 EMPTY = 3
+
+
+@pytest.fixture(autouse=True)
+def memory_that_is_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory often is, and would hide a place that nobody cleared."""
+
+    def filled(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        array = aligned_empty(shape, dtype)
+        array.view(np.uint8)[...] = 1
+        return array
+
+    for module in (load, stream_target):
+        monkeypatch.setattr(module, "aligned_empty", filled)
 
 
 def padded_config(folder: Path) -> ModelConfig:
