@@ -373,6 +373,20 @@ def test_bits_of_the_selection() -> None:
     np.testing.assert_array_equal(dense, expected)
 
 
+def test_a_query_without_keys_leaves_no_trace_in_gradients_where_keys_are_shared() -> None:
+    """Whatever it holds: its gradient of zero would not stop a NaN in a product."""
+    q, kv = inputs(43, keys=LONG)
+    indices = random_indices(44, keys=LONG)
+    indices[0, 1] = -1
+
+    def gradients(q: Any) -> Any:
+        return jax.grad(lambda q, kv: jnp.sum(jnp.sin(run_shared(q, kv, indices)[0])), (0, 1))(q, kv)
+
+    found, wanted = (gradients(jnp.asarray(q).at[0, 1].set(value)) for value in (jnp.nan, 0.0))
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("keys", [64, 4096, 5000])
 def test_bits_of_keys_that_exist(keys: int) -> None:
     def unpacked(words: Any) -> np.ndarray:

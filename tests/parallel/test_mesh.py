@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from moe28t_jax import load
 from moe28t_jax.config import ModelConfig
 from moe28t_jax.model import abstract, init_cache, pipeline
 from moe28t_jax.parallel import (
@@ -193,3 +194,8 @@ def test_microbatches_are_dealt_without_moving_rows() -> None:
     # Two ticks before the first microbatch arrives.
     ticks = jnp.stack([parts[0] * 0 - 1, parts[0] * 0 - 1, *parts])
     assert (pipeline._gather(ticks, 1, 4, 2) == x).all()
+
+
+def test_a_mesh_without_devices_holds_no_model() -> None:
+    with pytest.raises(ValueError, match="The mesh is an AbstractMesh, which has no devices to load onto"):
+        load("nano", mesh=abstract_mesh())
